@@ -1,7 +1,8 @@
-"""What stands in no field of pyproject.toml: the native part, and the README as package indexes show it.
+"""What stands in no field of pyproject.toml: the native part, and the README for package indexes.
 
-The native part is optional: without a C compiler, which is said, or with ARRAYCOMM_NATIVE=0, arraycomm is built in Python alone.
-Package indexes get the README with whole addresses for its links and pictures.
+The native part is optional: without a C compiler, which is said, or with ARRAYCOMM_NATIVE=0,
+arraycomm is built in Python alone. Package indexes get the README with whole addresses for its
+links and pictures.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent
 NATIVE = "arraycomm/_native"
-# The loops are to be vectorized, and no operation fused with another or left out: bits would differ.
+# Loops are to be vectorized, and no operation fused with another or left out: bits would differ.
 # Totals are memory in which several types take turns.
 OPTIONS = ["-std=c11", "-O3", "-ffp-contract=off", "-fno-trapping-math", "-fno-strict-aliasing"]
 # A link of Markdown or a picture of HTML, unless it is an address or a part of this page.
@@ -38,7 +39,10 @@ def read_by_itself(text: str, urls: dict[str, str]) -> str:
 
 
 def compiles() -> bool:
-    """Tell whether there is a C compiler, with Python's headers; if not, say so. The wheel is then for any platform."""
+    """Return whether there is a C compiler with Python's headers; if not, say so.
+
+    The wheel is then for any platform.
+    """
     # Those of setuptools, which takes the place of the module that Python no longer has.
     from distutils.ccompiler import new_compiler
     from distutils.sysconfig import customize_compiler, get_python_inc

@@ -22,7 +22,8 @@ synchronize = ac.synchronize
 _BACKENDS: Final = ("jax", "torch", "numpy")
 _REDUCE: Final = "_arraycomm_reduce"
 
-# Reduces the gradients of an optimizer's step, given its variables as well; tells whether they are to be applied.
+# Reduces the gradients of an optimizer's step, given its variables as well; tells whether they are
+# to be applied.
 _Reduce = Callable[[Any, list[Any], Any], tuple[bool, list[Any]]]
 
 
@@ -38,8 +39,8 @@ def check(optimizer: Any) -> None:
     backend = keras.backend.backend()
     if backend not in _BACKENDS:
         raise TypeError(
-            f"DistributedOptimizer: the backend of Keras must be one of {', '.join(_BACKENDS)}; got "
-            f"{backend}; set KERAS_BACKEND before Keras is imported"
+            f"DistributedOptimizer: the backend of Keras must be one of {', '.join(_BACKENDS)}; "
+            f"got {backend}; set KERAS_BACKEND before Keras is imported"
         )
 
 

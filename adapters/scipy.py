@@ -1,4 +1,4 @@
-"""SciPy: rank 0 runs the optimizer, and every rank evaluates the functions on its share of the data.
+"""SciPy: rank 0 runs the optimizer, and every rank evaluates functions on its share of the data.
 
 No rank can take another path than the others, since only one of them decides.
 """
@@ -156,7 +156,7 @@ def least_squares(
     comm: ac.Communicator | None = None,
     **options: Any,
 ) -> optimize.OptimizeResult:
-    """Solve a nonlinear least-squares problem whose residuals are spread over the ranks; collective.
+    """Solve a nonlinear least-squares problem, its residuals spread over the ranks; collective.
 
     As `scipy.optimize.least_squares` does on the residuals of all ranks, one rank's behind the
     other's.
@@ -293,7 +293,7 @@ class _Team:
                     self._evaluate(kind, vectors if dims else [vector[0] for vector in vectors])
 
     def _tell(self, kind: _Kind, *vectors: Any) -> None:
-        """Tell the other ranks what to evaluate, and where: vectors, or numbers, which have no axis."""
+        """Tell the other ranks what to evaluate, and where: vectors, or numbers without axes."""
         dims = {vector.ndim for vector in vectors} or {1}
         if dims not in ({0}, {1}):
             raise ValueError(f"{_NAMES[kind]} takes vectors; got arrays of {dims} dimensions")
@@ -308,7 +308,7 @@ class _Team:
         return self._joined(kind, local)
 
     def _local(self, kind: _Kind, value: Any, count: int) -> Any:
-        """Return this rank's part at a vector of `count` numbers, of the shape that all ranks' have."""
+        """Return this rank's part at a vector of `count` numbers; raise if its shape is wrong."""
         array = self._shape(value) if kind is _Kind.FUN else np.asarray(value)
         packed = kind is _Kind.FUN and self._shape is _packed
         shape = (1 + count,) if packed else _SHAPES[kind](count)
@@ -316,7 +316,8 @@ class _Team:
             array = array.reshape(shape)
         if array.shape != shape:
             raise ValueError(
-                f"{_NAMES[kind]} must return {'a scalar value' if not shape else f'an array of shape {shape}'}"
+                f"{_NAMES[kind]} must return "
+                f"{'a scalar value' if not shape else f'an array of shape {shape}'}"
                 f"{' and a gradient' * packed}; got shape {array.shape}"
             )
         return array.astype(np.result_type(array.dtype, np.float64))
@@ -386,7 +387,7 @@ class _Team:
             self._fail_together()
 
     def _fail_together(self) -> None:
-        """Raise on all ranks: the error of the last evaluation, each rank its own, or that of rank 0."""
+        """Raise on all ranks the error of the last evaluation: each rank's own, or rank 0's."""
         known = self._known
         with ac.raise_together(self._comm):
             if known is not None and not isinstance(known, ac.PeerError):

@@ -1,4 +1,4 @@
-"""thinc: optimizers whose gradients are reduced over all ranks, model by model, and models as trees."""
+"""thinc: models as trees, and optimizers that reduce gradients over all ranks, model by model."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def check(optimizer: Any) -> None:
 class Distributed(plain.Distributed):
     """An optimizer of thinc whose gradients are reduced over all ranks before each update.
 
-    `model.finish_update(optimizer)` reduces all gradients of the model together, and then updates it
-    as thinc does: with schedules, L2, clipping and averages. Everything else is the wrapped
+    `model.finish_update(optimizer)` reduces all gradients of the model together, and then updates
+    it as thinc does: with schedules, L2, clipping and averages. Everything else is the wrapped
     optimizer's own.
     """
 
@@ -90,8 +90,8 @@ class Distributed(plain.Distributed):
         if self._gradients.accumulate > 1:
             self._gradients.fail(
                 ValueError(
-                    "DistributedOptimizer: gradients that are accumulated must come together; got one "
-                    f"parameter, {key[1]!r}; call model.finish_update(optimizer)"
+                    "DistributedOptimizer: gradients that are accumulated must come together; got "
+                    f"one parameter, {key[1]!r}; call model.finish_update(optimizer)"
                 )
             )
         # Ids of nodes are this process's alone.
@@ -119,7 +119,7 @@ _model_class.finish_update = _finish_update_together
 
 
 def open_tree(x: Any, path: str) -> tuple[Any, Callable[[Any], Any]] | None:
-    """Return what is in a model: its parameters, and attributes that are arrays; see `synchronize`."""
+    """Return a model's parameters and its attributes that are arrays; see `synchronize`."""
     if isinstance(x, Optimizer):
         raise TypeError(
             f"{path}: an optimizer of thinc cannot be part of a tree, since it knows parameters by "

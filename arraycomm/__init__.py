@@ -108,7 +108,8 @@ if not os.path.isdir(os.path.join(__path__[0], "adapters")) and all(
     os.path.isfile(os.path.join(_clone, *name))
     for name in (("setup.py",), ("adapters", "__init__.py"))
 ):
-    # Imported from the sources, as by a program that is saved beside them: there the adapters are no part of the package.
+    # Imported from the sources, as by a program that is saved beside them: there the adapters are
+    # no part of the package.
     __path__.append(_clone)
 
 

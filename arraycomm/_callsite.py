@@ -1,7 +1,7 @@
-"""Which code is the library's, where in the user's code a call was made, and what of a traceback is shown.
+"""Which code is the library's, where the user's code made a call, and what a traceback shows.
 
-A user sees an error with frames of their own code, also of functions that the library called, and without
-those of the library; with `ARRAYCOMM_TRACEBACK=full` in the environment, all frames.
+A user sees an error with frames of their own code, also of functions that the library called, and
+without those of the library; with `ARRAYCOMM_TRACEBACK=full` in the environment, all frames.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ _OURS: Final = (
     os.path.dirname(__file__) + os.sep,
     os.path.join(os.path.dirname(os.path.dirname(__file__)), "adapters") + os.sep,
 )
-# The conformance suite and the programs of the command line are part of the library, but call it as users do.
+# The conformance suite and the programs of the command line are part of the library, but call it as
+# users do.
 _USERS: Final = (("testing", "conformance"), ("cli", "demo"), ("cli", "bench"))
 _USERS_FILES: Final = tuple(
     os.path.join(os.path.dirname(__file__), *names) + os.sep for names in _USERS
@@ -67,8 +68,8 @@ def is_ours(filename: str) -> bool:
 def call_site() -> str:
     """Return `file.py:line` of the innermost frame outside the library and the frameworks.
 
-    A thread of a framework or of a pool may have none: then it is the framework's outermost frame, or
-    the thread's name.
+    A thread of a framework or of a pool may have none: then it is the framework's outermost frame,
+    or the thread's name.
     """
     frame: FrameType | None = sys._getframe(1)
     outermost = None
@@ -87,7 +88,7 @@ def _line(frame: FrameType) -> str:
 
 
 def _package(frame: FrameType) -> str:
-    """Return the first part of the name of a frame's module; an empty string if that is a user's."""
+    """Return the first part of a frame's module name; an empty string if that is a user's."""
     module = frame.f_globals.get("__name__")
     found = _packages.get(module) if isinstance(module, str) else ""
     if found is None:
@@ -106,7 +107,7 @@ def user_level() -> int:
 
 
 def raised_by_us(error: BaseException) -> bool:
-    """Return whether a `raise` statement of the library raised an error, with only its code between.
+    """Return whether a `raise` of the library raised an error, with only its code between.
 
     An error of a function that the library was given is not the library's. Neither is an error of a
     C function: the traceback ends in library code, but at a call.
@@ -135,8 +136,8 @@ def _raises(step: TracebackType) -> bool:
 def trim(error: BaseException) -> None:
     """Take the library's frames out of the traceback of an error that is about to reach the user.
 
-    For an `except` block that ends with a bare `raise`: that adds no frame of its own. The errors that
-    led to this one are trimmed too, if they never left the library.
+    For an `except` block that ends with a bare `raise`: that adds no frame of its own. The errors
+    that led to this one are trimmed too, if they never left the library.
     """
     if not _shows_all():
         _trim(error, set())
@@ -161,7 +162,7 @@ def _trim(error: BaseException, seen: set[int]) -> None:
 
 
 def _numbers_above() -> Iterator[int]:
-    """Yield the id of each frame that runs: a traceback has these from an earlier raise of its error.
+    """Yield the id of each running frame: a traceback has these from an earlier raise.
 
     Not the frames, which would refer to themselves.
     """

@@ -9,7 +9,7 @@ from arraycomm._calls.custom_ops import Op
 from arraycomm._calls.runner import Runner
 from arraycomm._callsite import trim
 from arraycomm._collectives import groups
-from arraycomm._collectives.fast_path import FastPaths
+from arraycomm._collectives.fast_path import remember
 from arraycomm._collectives.groups import Barrier
 from arraycomm._collectives.movements import Allgather, Alltoall, Bcast, Gather, Scatter
 from arraycomm._collectives.nonblocking import NonblockingCalls
@@ -53,8 +53,8 @@ class Communicator(NonblockingCalls, Traceable, MakesSharedArrays):
     Notes
     -----
     Every blocking call takes `timeout`, on this rank and for this call in place of the
-    communicator's: the seconds that it may wait for other ranks (`math.inf` is for ever). If time is
-    up, it raises `CommTimeoutError`, and the communicator is closed.
+    communicator's: the seconds that it may wait for other ranks (`math.inf` is for ever). If time
+    is up, it raises `CommTimeoutError`, and the communicator is closed.
 
     A copy of a communicator, also one by `copy.deepcopy` of what holds it, is the communicator
     itself; `dup` makes another one. It cannot be pickled.
@@ -66,9 +66,8 @@ class Communicator(NonblockingCalls, Traceable, MakesSharedArrays):
         hide_from_torch()
         group = runner.group
         self._runner = runner
-        self._messenger = Messenger(group, runner.statistics)
-        self._fast = FastPaths(runner)
-        self._again = self._fast.again
+        self._messenger = Messenger(runner)
+        self._find, self._again = runner.fast_paths.find, runner.fast_paths.again
         self._trees = TreeMemory(group)
         self.rank, self.size = group.rank, group.size
         self.local_rank = group.transport.local_rank
@@ -105,8 +104,8 @@ class Communicator(NonblockingCalls, Traceable, MakesSharedArrays):
         Raises
         ------
         TypeError, ValueError, BackendUnavailableError
-            An argument is wrong, or not possible here; the other ranks raise `PeerError`. A rank without an
-            intracommunicator cannot tell the others, and raises alone: they wait for it.
+            An argument is wrong, or not possible here; the other ranks raise `PeerError`. A rank
+            without an intracommunicator cannot tell the others, and raises alone: they wait for it.
         """
         arguments = Arguments(backend, device, check, reproducible, timeout, over_world=False)
         return cls(open_over_mpi(mpi4py_comm, arguments).runner)
@@ -244,10 +243,11 @@ class Communicator(NonblockingCalls, Traceable, MakesSharedArrays):
 
         Notes
         -----
-        Blocks until every rank has called. An array of up to 1 MiB (less with more than 3 ranks; between
-        nodes 1 MiB between two ranks, and 1 MiB / p between p) takes one small step. A larger one is cut into slices. Each rank folds one
-        slice of all ranks' arrays, then the slices are gathered: each rank sends about twice the array's
-        bytes (Thakur, Rabenseifner, Gropp: Optimization of Collective Communication Operations in MPICH, 2005).
+        Blocks until every rank has called. An array of up to 1 MiB (less with more than 3 ranks;
+        between nodes 1 MiB between two ranks, and 1 MiB / p between p) takes one small step. A
+        larger one is cut into slices. Each rank folds one slice of all ranks' arrays, then the
+        slices are gathered: each rank sends about twice the array's bytes (Thakur, Rabenseifner,
+        Gropp: Optimization of Collective Communication Operations in MPICH, 2005).
         """
         again = self._again if timeout is None else None
         try:
@@ -259,7 +259,7 @@ class Communicator(NonblockingCalls, Traceable, MakesSharedArrays):
         try:
             # A fast path waits as long as the communicator's timeout says.
             key = (type(x), op, x.dtype, x.shape)
-            fast = self._fast.paths.get(key) if timeout is None else None
+            fast = self._find(key) if timeout is None else None
         except Exception:
             # The full call checks x, and lets the other ranks know of an error.
             fast = None
@@ -271,7 +271,7 @@ class Communicator(NonblockingCalls, Traceable, MakesSharedArrays):
             raise
         result = self._runner.call_within(timeout, Allreduce, x, op, out)
         if fast is None and isinstance(op, str):
-            self._fast.remember(x, op)
+            remember(self._runner, x, op)
         return result
 
     def reduce(
@@ -330,8 +330,8 @@ class Communicator(NonblockingCalls, Traceable, MakesSharedArrays):
         -------
         array, shape S
             A fresh array on every rank, `root` included; or `out`. A rank that passes neither `x`
-            nor `like` gets one of the framework of `root`, on the host, if that framework is
-            loaded there, has the dtype, and the array of `root` is on the host; else NumPy's.
+            nor `like` gets one of the framework of `root`, on the host, if that framework is loaded
+            there, has the dtype, and the array of `root` is on the host; else NumPy's.
         """
         return self._runner.call_within(timeout, Bcast, x, root, like, out)
 
@@ -510,7 +510,8 @@ class Communicator(NonblockingCalls, Traceable, MakesSharedArrays):
         -------
         array, shape S, or (counts[rank], *S) with `counts`
             Row r of what `allreduce` would give, on rank r; with `counts`, the first counts[0] rows
-            on rank 0, the next counts[1] on rank 1, and so on. Sends about the array's bytes a rank.
+            on rank 0, the next counts[1] on rank 1, and so on. Sends about the array's bytes a
+            rank.
         """
         return self._runner.call_within(timeout, ReduceScatter, x, op, counts, out)
 
@@ -646,7 +647,7 @@ class Communicator(NonblockingCalls, Traceable, MakesSharedArrays):
         Raises
         ------
         PeerError
-            The sender raised instead of sending, or has left; with ANY_SOURCE, all others have left.
+            The sender raised instead of sending, or left; with ANY_SOURCE, all others have left.
         CommTimeoutError
             Nothing came within the timeout.
 

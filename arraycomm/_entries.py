@@ -1,4 +1,4 @@
-"""What users call: what of an error they see, under which name, and that torch does not compile it."""
+"""What users call: its name, what it shows of an error, and that torch does not compile it."""
 
 from __future__ import annotations
 
@@ -70,7 +70,8 @@ def opaque(function: F) -> F:
 def hide_from_torch() -> None:
     """Keep `torch.compile` from compiling the library's functions when they are called.
 
-    Called when a communicator is made, since torch may be imported at any time; costs nothing once done.
+    Called when a communicator is made, since torch may be imported at any time; costs nothing once
+    done.
     """
     dynamo: Any = sys.modules.get("torch._C._dynamo.eval_frame")
     set_strategy = getattr(dynamo, "set_code_exec_strategy", None)

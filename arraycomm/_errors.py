@@ -69,7 +69,7 @@ class CommTimeoutError(ArrayCommError):
 
 
 class DeadlockError(CommTimeoutError):
-    """Ranks wait for one another, on different communicators or in messages: none of them can go on."""
+    """Ranks wait for one another, on different communicators or in messages; none can go on."""
 
 
 class CommunicatorClosedError(ArrayCommError):
@@ -108,7 +108,7 @@ def name_operation(error: Exception, operation: str) -> None:
 
 
 def with_alternatives(error: TypeError, functions: Mapping[str, str]) -> TypeError:
-    """Return an error whose message will name what takes the argument instead, for each operation."""
+    """Return an error whose message will name what takes the argument instead, by operation."""
     vars(error)["alternatives"] = functions
     return error
 

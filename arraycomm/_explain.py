@@ -27,11 +27,12 @@ _IN_WORDS: Final = {
     Algorithm.GATHER: "every device gathers all ranks' elements, and folds them",
     Algorithm.SLICES: "chunk by chunk: each rank folds a slice of all ranks' elements, "
     "then slices are gathered",
-    Algorithm.CHAIN: "chunk by chunk from node to node: each folds its ranks' elements onto the total of those "
-    "before, and the result goes back",
-    Algorithm.SEGMENT: "chunk by chunk through memory that the ranks share, from where they fold them",
-    Algorithm.SHARED: "nothing is sent or copied: each rank folds straight out of the memory of all ranks, "
-    "which they share",
+    Algorithm.CHAIN: "chunk by chunk from node to node: each folds its ranks' elements onto the "
+    "total of those before, and the result goes back",
+    Algorithm.SEGMENT: "chunk by chunk through memory that the ranks share, from where they fold "
+    "them",
+    Algorithm.SHARED: "nothing is sent or copied: each rank folds straight out of the memory of "
+    "all ranks, which they share",
     Algorithm.FUNCTION: "one rank gathers all ranks' elements, folds them by the function, "
     "and sends the result; of large arrays each rank folds a slice if the function is elementwise",
     Algorithm.NATIVE: "the transport reduces by its own means, in an order that does not show",
@@ -161,8 +162,8 @@ def _notes(
     notes = list[str]()
     if algorithm is Algorithm.SHARED:
         notes.append(
-            "x is in memory of comm.empty: this holds if all ranks pass the same part of it, and an out in "
-            "such memory; else ranks reduce it as other arrays"
+            "x is in memory of comm.empty: this holds if all ranks pass the same part of it, and "
+            "an out in such memory; else ranks reduce it as other arrays"
         )
     if on_cuda(x) and link is None:
         notes.append(f"by way of host memory, with a copy each way: {reason}")

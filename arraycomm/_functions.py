@@ -40,8 +40,8 @@ def allreduce_tree(
     -------
     pytree
         A new tree of the same structure, each leaf like the one passed. The results of leaves that
-        are one object in this rank's tree are one object, if they are the same bits: on another rank
-        these leaves may be two. A torch module is changed in place.
+        are one object in this rank's tree are one object, if they are the same bits: on another
+        rank these leaves may be two. A torch module is changed in place.
 
     Raises
     ------

@@ -42,7 +42,8 @@ class Arguments:
     check: Any
     reproducible: Any
     timeout: Any
-    # Another argument or a variable of the environment is wrong: `checked` raises it, and so tells the others.
+    # Another argument or a variable of the environment is wrong: `checked` raises it, and so tells
+    # the others.
     wrong: Exception | None = None
     # Whether they are those of `init`.
     over_world: bool = True
@@ -88,7 +89,7 @@ class Init(SmallExchange):
 
 
 def mpi_transport(timeout: float) -> Callable[[Any], Transport]:
-    """Return the class of transports over MPI, or raise if MPI cannot be used or does not begin in time."""
+    """Return the class of transports over MPI; raise if MPI cannot be used or begins too late."""
     try:
         module = sys.modules.get("mpi4py.MPI")
         if module is None:
@@ -100,8 +101,8 @@ def mpi_transport(timeout: float) -> Callable[[Any], Transport]:
         raise
     except (ImportError, RuntimeError) as error:
         raise BackendUnavailableError(
-            f"init: no MPI could be loaded ({in_short(str(error))}); install one beside mpi4py, for example with: "
-            f"pip install mpich{_under_srun(detect(os.environ), MPICH)}"
+            f"init: no MPI could be loaded ({in_short(str(error))}); install one beside mpi4py, "
+            f"for example with: pip install mpich{_under_srun(detect(os.environ), MPICH)}"
         ) from error
     from mpi4py import MPI
 
@@ -118,7 +119,7 @@ def mpi_transport(timeout: float) -> Callable[[Any], Transport]:
 
 
 def refuse_other_launcher(launch: Launch | None) -> None:
-    """Raise if the launcher has started another number of ranks than the MPI that was loaded sees."""
+    """Raise if the launcher has started another number of ranks than the loaded MPI sees."""
     from mpi4py import MPI
 
     if launch is not None and not launch.size:
@@ -128,8 +129,8 @@ def refuse_other_launcher(launch: Launch | None) -> None:
         raise BackendUnavailableError(
             f"init: {launch.launcher} started {launch.size} processes, but the MPI that was loaded "
             f"({library}) sees {MPI.COMM_WORLD.size}; start the program with: arraycomm run -n "
-            f"{launch.size} …, which finds the mpiexec of that MPI, or install the MPI that belongs to "
-            f"this launcher{_under_srun(launch, family)}"
+            f"{launch.size} …, which finds the mpiexec of that MPI, or install the MPI that "
+            f"belongs to this launcher{_under_srun(launch, family)}"
         )
 
 
@@ -138,7 +139,8 @@ def _under_srun(launch: Launch | None, family: str) -> str:
     if launch is None or launch.launcher != SRUN:
         return ""
     kind = "pmi2" if family == MPICH else "pmix"
-    return f". srun --mpi={kind} connects its tasks by {family}, and on one node {ADDRESS} does without MPI"
+    connects = f"srun --mpi={kind} connects its tasks by {family}"
+    return f". {connects}, and on one node {ADDRESS} does without MPI"
 
 
 def open_over_mpi(mpi_comm: Any, arguments: Arguments) -> Opened:
@@ -179,14 +181,14 @@ def _check_kind(mpi_comm: Any) -> None:
     if not isinstance(mpi_comm, MPI.Intracomm) or mpi_comm == MPI.COMM_NULL:
         kind = "COMM_NULL" if mpi_comm == MPI.COMM_NULL else type(mpi_comm).__name__
         raise TypeError(
-            "from_mpi: mpi4py_comm must be an intracommunicator of mpi4py to which this rank belongs; got "
-            f"{kind}"
+            "from_mpi: mpi4py_comm must be an intracommunicator of mpi4py to which this rank "
+            f"belongs; got {kind}"
             + ("; pass what its Merge returns" if isinstance(mpi_comm, MPI.Intercomm) else "")
         )
 
 
 def _compare_versions(mpi_comm: Any) -> None:
-    """Raise on every rank if ranks run different versions: they would misread one another's headers.
+    """Raise on every rank if their versions differ: they would misread one another's headers.
 
     What is exchanged here is text, which any version can read.
     """

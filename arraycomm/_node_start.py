@@ -1,4 +1,4 @@
-"""How processes of one node come together if no MPI connects them, but a store that all can reach."""
+"""How processes of one node come together without MPI, by a store that all can reach."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def open_on_node(store: Store, rank: int, size: int, arguments: Arguments) -> Op
     memory = meet(store.set, get, rank, size)
     if memory is None:
         raise BackendUnavailableError(
-            "init: the ranks are not able to map the same memory, as on several hosts or in several "
-            f"containers; {without_mpi(size)}"
+            "init: the ranks are not able to map the same memory, as on several hosts or in "
+            f"several containers; {without_mpi(size)}"
         )
     lives = find_lives(store.set, get, rank, size)
     group = Group(ProcessesTransport(memory, rank, size, lives), options)
@@ -73,13 +73,13 @@ def open_on_node(store: Store, rank: int, size: int, arguments: Arguments) -> Op
 
 
 def _compare_versions(store: Store, rank: int, size: int) -> None:
-    """Raise on every rank if ranks run different versions: they would misread one another's headers."""
+    """Raise on every rank if their versions differ: they would misread one another's headers."""
     store.set(f"version/{rank}", code_digest())
     versions = [store.get(f"version/{other}").decode() for other in range(size)]
     if len(set(versions)) > 1:
         raise MismatchError(
-            f"init: ranks run different versions of arraycomm: {by_ranks(versions)}; install the same "
-            "version for all ranks, and start the program again"
+            f"init: ranks run different versions of arraycomm: {by_ranks(versions)}; install the "
+            "same version for all ranks, and start the program again"
         )
 
 

@@ -110,15 +110,15 @@ def println(
     Raises
     ------
     OSError
-        On rank 0, if its output is broken or full. The other ranks have finished the call, and raise
-        nothing: the ranks are in step.
+        On rank 0, if its output is broken or full. The other ranks have finished the call, and
+        raise nothing: the ranks are in step.
     TypeError, ValueError
         An argument is wrong, or a value cannot be printed; the other ranks raise `PeerError`.
 
     Notes
     -----
-    Characters that the output cannot encode are written as escapes such as `\u00e9`. If rank 0 has no
-    standard output at all (`sys.stdout` is None), nothing is written.
+    Characters that the output cannot encode are written as escapes such as `\u00e9`. If rank 0 has
+    no standard output at all (`sys.stdout` is None), nothing is written.
     """
     if comm is None and not is_initialized():
         refuse_forked_child("println")

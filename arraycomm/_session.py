@@ -152,9 +152,9 @@ def init(
     MismatchError
         Ranks pass different arguments, or run different versions of arraycomm.
     ValueError
-        A second call passes an argument that differs from the first, an environment variable has
-        a value that does not exist or names a wrong file, or a list of devices is shorter than the number of ranks on a
-        node.
+        A second call passes an argument that differs from the first, an environment variable has a
+        value that does not exist or names a wrong file, or a list of devices is shorter than the
+        number of ranks on a node.
     """
     named: dict[str, Any] = {
         "device": device,
@@ -368,7 +368,7 @@ def _check(backend: Any, verbose: Any, report_after: Any) -> None:
 
 
 def _choose_report(report_after: Any) -> None:
-    """Set when this process says for whom it waits; a first `init` may leave it to the environment."""
+    """Set when this process says whom it waits for; a first `init` may leave it to the variable."""
     if not isinstance(report_after, _Default):
         still_waiting.choose(report_after)
     elif _session.world is None:
@@ -381,9 +381,9 @@ def _refuse_children_of_ranks() -> None:
     owner = _launch.claimed_by(os.environ, os.getpid())
     if owner:
         raise BackendUnavailableError(
-            f"init: process {owner} is the rank that the launcher has started, and has started this "
-            'process, which is none; call init only under if __name__ == "__main__", and communicate '
-            "there, or call init(backend='self') here for a world of this process alone"
+            f"init: process {owner} is the rank that the launcher has started, and has started "
+            'this process, which is none; call init only under if __name__ == "__main__", and '
+            "communicate there, or call init(backend='self') here for a world of this process alone"
         )
 
 

@@ -1,4 +1,4 @@
-"""How this process is to start: which backend, by what launched this process, and by what was asked for."""
+"""How this process is to start: its backend, by what launched it and by what was asked for."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from arraycomm._protocol.launcher import children_of, find_launcher
 class Start(NamedTuple):
     """How to start.
 
-    The backend, whether an MPI launcher or the program has started MPI, the numbers of processes without, and
-    whether this process is the only one, so that it may do without MPI.
+    The backend, whether an MPI launcher or the program has started MPI, the numbers of processes
+    without, and whether this process is the only one, so that it may do without MPI.
     """
 
     backend: str
@@ -53,22 +53,22 @@ def choose_start(backend: str) -> Start:
     if backend == "auto":
         return Start("processes", numbering=found)
     raise BackendUnavailableError(
-        f"init: {found.variables[0]} is {found.size}, but no MPI launcher has started these processes; "
-        f"start them with: arraycomm run -n {found.size} …, or call init without backend={backend!r} "
-        "to connect them on one node without MPI"
+        f"init: {found.variables[0]} is {found.size}, but no MPI launcher has started these "
+        f"processes; start them with: arraycomm run -n {found.size} …, or call init without "
+        f"backend={backend!r} to connect them on one node without MPI"
     )
 
 
 def _refuse_hidden_launcher() -> None:
-    """Raise if a launcher has started this process and others, of which the environment says nothing."""
+    """Raise if a launcher has started this process and others, and the environment hides it."""
     launcher = find_launcher(os.getppid())
     started = 0 if launcher is None else len(children_of(launcher.pid))
     if started > 1:
         raise BackendUnavailableError(
-            f"init: a launcher ({launcher}) has started {started} processes, of which this is one or a child "
-            "of one, but the environment says nothing of it, as after env -i or sudo, so that they cannot be "
-            "connected; pass the environment on to the program, or call init(backend='self') for a world of "
-            "this process alone"
+            f"init: a launcher ({launcher}) has started {started} processes, of which this is one "
+            "or a child of one, but the environment says nothing of it, as after env -i or sudo, "
+            "so that they cannot be connected; pass the environment on to the program, or call "
+            "init(backend='self') for a world of this process alone"
         )
 
 
@@ -83,8 +83,9 @@ def _connects(launch: _launch.Launch | None) -> bool:
 def _needed(found: Numbering | None) -> Numbering:
     if found is None:
         raise BackendUnavailableError(
-            f"init: backend 'processes' needs {_launch.ADDRESS}, as in {EXAMPLE}, the same on every "
-            f"process, {_launch.NUMBER}, and {_launch.RANK}; or start the program with torchrun"
+            f"init: backend 'processes' needs {_launch.ADDRESS}, as in {EXAMPLE}, the same on "
+            f"every process, {_launch.NUMBER}, and {_launch.RANK}; or start the program with "
+            "torchrun"
         )
     return found
 
@@ -99,6 +100,6 @@ def _refuse_contradiction(launch: _launch.Launch | None) -> None:
         if launch is not None and launch.size and said and said != str(launch.size):
             raise BackendUnavailableError(
                 f"init: {launch.launcher} started {launch.size} process"
-                f"{'es' if launch.size > 1 else ''}, but {variable} is {said}; start the program by one "
-                f"of them, or unset {variable}"
+                f"{'es' if launch.size > 1 else ''}, but {variable} is {said}; start the program "
+                f"by one of them, or unset {variable}"
             )

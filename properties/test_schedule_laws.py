@@ -70,12 +70,7 @@ def test_blocking_calls_do_not_depend_on_the_schedule(size, program, seed) -> No
     assert run(size, _blocking, program, schedule=seed) == run(size, _blocking, program)
 
 
-@given(
-    size=st.integers(1, 4),
-    program=_programs(),
-    seed=st.integers(0, 2**32 - 1),
-    data=st.data(),
-)
+@given(size=st.integers(1, 4), program=_programs(), seed=st.integers(0, 2**32 - 1), data=st.data())
 def test_requests_do_not_depend_on_the_schedule(size, program, seed, data) -> None:
     order = st.permutations(range(2 * len(program)))
     orders = [data.draw(order) for _ in range(size)]

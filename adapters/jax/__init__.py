@@ -76,9 +76,9 @@ def check(optimizer: Any) -> None:
         raise ValueError("DistributedOptimizer: this transformation is distributed already")
     if is_traced(()):
         raise TypeError(
-            "DistributedOptimizer: a distributed transformation cannot be made inside a transformation of "
-            "JAX, since making it is a call of all ranks; make it before, and around "
-            "optax.inject_hyperparams"
+            "DistributedOptimizer: a distributed transformation cannot be made inside a "
+            "transformation of JAX, since making it is a call of all ranks; make it before, and "
+            "around optax.inject_hyperparams"
         )
 
 
@@ -166,16 +166,16 @@ class _ReducedUpdates:
 
 
 def _check_shapes(gradient: Any, update: Any) -> None:
-    """Raise if a transformation has taken the gradients of single examples, which are this rank's."""
+    """Raise if the transformation takes gradients of single examples, which are this rank's."""
     pairs = zip(jax.tree.leaves(gradient), jax.tree.leaves(update), strict=False)
     for given, made in pairs:
         if jnp.shape(given) != jnp.shape(made):
             raise TypeError(
                 "DistributedOptimizer: this transformation makes an update of shape "
                 f"{jnp.shape(made)} of a gradient of shape {jnp.shape(given)}, as "
-                "optax.contrib.differentially_private_aggregate does of those of single examples: reduced before, they "
-                "would be means of examples of several ranks. Put it before the reduction: "
-                "optax.chain(it, DistributedOptimizer(...))"
+                "optax.contrib.differentially_private_aggregate does of those of single examples: "
+                "reduced before, they would be means of examples of several ranks. Put it before "
+                "the reduction: optax.chain(it, DistributedOptimizer(...))"
             )
 
 
@@ -198,7 +198,7 @@ class AccumulatedState(NamedTuple):
 
 
 def _accumulating(reducing: _Distributed, steps: int, updates_made: Numbering) -> _Distributed:
-    """Return a transformation that applies `reducing` to the mean gradient of every `steps` steps."""
+    """Return a transformation that applies `reducing` to the mean of every `steps` gradients."""
 
     def init(params: Any) -> AccumulatedState:
         sums = jax.tree.map(lambda leaf: jnp.zeros(jnp.shape(leaf), _wide(leaf)), params)
@@ -260,9 +260,9 @@ def all_reduce(
 ) -> optax.GradientTransformation:
     """Return a stateless transformation that reduces updates over all ranks, for `optax.chain`.
 
-    Collective: it works on a duplicate of `comm`, since a program that JAX dispatched may still
-    run while the next call is made. Eagerly, a gradient that is None on some ranks counts as zeros
-    on these ranks. Under `jax.jit` the structure must be the same on every rank.
+    Collective: it works on a duplicate of `comm`, since a program that JAX dispatched may still run
+    while the next call is made. Eagerly, a gradient that is None on some ranks counts as zeros on
+    these ranks. Under `jax.jit` the structure must be the same on every rank.
 
     Parameters
     ----------

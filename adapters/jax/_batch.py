@@ -1,4 +1,4 @@
-"""What an update takes besides the gradients: what depends on the batch is reduced as they are, or refused."""
+"""What an update takes besides gradients: what depends on the batch is reduced too, or refused."""
 
 from __future__ import annotations
 
@@ -72,22 +72,22 @@ def check_extra(given: Mapping[str, Any], op: str, accumulate: int) -> None:
     for name, value in given.items():
         if callable(value) and name not in (*_OBJECTIVES, *_GRADIENTS):
             raise TypeError(
-                f"DistributedOptimizer: update takes functions as {', '.join(_OBJECTIVES + _GRADIENTS)}, "
-                f"whose results are reduced over all ranks; got {name}, of which it is not known what depends on "
-                "the batch. Reduce that with arraycomm.adapters.jax.allreduce, and call the plain "
-                "transformation"
+                "DistributedOptimizer: update takes functions as "
+                f"{', '.join(_OBJECTIVES + _GRADIENTS)}, whose results are reduced over all ranks; "
+                f"got {name}, of which it is not known what depends on the batch. Reduce that with "
+                "arraycomm.adapters.jax.allreduce, and call the plain transformation"
             )
     pooled = [name for name in given if name in (*_REDUCED, *_OBJECTIVES, *_GRADIENTS)]
     if pooled and accumulate > 1:
         raise ValueError(
-            f"DistributedOptimizer: with accumulate={accumulate} update takes gradients only, since nothing "
-            f"else is added up over steps; got {', '.join(pooled)}. Pass optax.MultiSteps to "
-            "DistributedOptimizer instead"
+            f"DistributedOptimizer: with accumulate={accumulate} update takes gradients only, "
+            f"since nothing else is added up over steps; got {', '.join(pooled)}. Pass "
+            "optax.MultiSteps to DistributedOptimizer instead"
         )
     if op == "sum" and not given.keys().isdisjoint(_OBJECTIVES):
         raise ValueError(
-            'DistributedOptimizer: op must be "mean" for an update with value_fn, since values and gradients '
-            'that optax keeps in the state would be added up again; got "sum"'
+            'DistributedOptimizer: op must be "mean" for an update with value_fn, since values and '
+            'gradients that optax keeps in the state would be added up again; got "sum"'
         )
 
 
@@ -146,9 +146,9 @@ class _Compare(Call):
             found = comm.allgather(np.frombuffer(said.digest(), np.int64))
             if (found != found[0]).any():
                 raise ac.MismatchError(
-                    f"DistributedOptimizer: {', '.join(self.names)} must be the same on every rank, as every "
-                    "argument of update besides value, grad, value_fn and what value_fn takes; they "
-                    "differ. Reduce or broadcast what depends on the batch"
+                    f"DistributedOptimizer: {', '.join(self.names)} must be the same on every "
+                    "rank, as every argument of update besides value, grad, value_fn and what "
+                    "value_fn takes; they differ. Reduce or broadcast what depends on the batch"
                 )
             return []
 

@@ -10,7 +10,8 @@ import numpy as np
 from arraycomm.adapters.jax._errors import as_jax_error, kept
 from arraycomm.adapters.jax._tokens import DelaysErrors, ProgramToken
 
-# Makes a call at a place of a program (0: of none): gets arrays, and where results go or None; returns results.
+# Makes a call at a place of a program (0: of none): gets arrays, and where results go or None;
+# returns results.
 Make = Callable[[int, Sequence[Any], Sequence[Any]], Sequence[Any]]
 # What XLA calls, with the index of the callback in its program.
 PYTHON: Final = "xla_buffer_python_cpu_callback"

@@ -80,8 +80,8 @@ def _told(collective: Collective, comm: ac.Communicator) -> Iterator[None]:
 def _check_array(name: str, x: Any) -> None:
     if not isinstance(x, jax.Array):
         raise TypeError(
-            f"{name}: x must be a jax.Array; got {type(x).__name__}. Pass jnp.asarray(x), or use the "
-            f"communicator's {name} for other arrays"
+            f"{name}: x must be a jax.Array; got {type(x).__name__}. Pass jnp.asarray(x), or use "
+            f"the communicator's {name} for other arrays"
         )
     if jnp.issubdtype(x.dtype, jax.dtypes.extended):
         raise TypeError(
@@ -100,7 +100,7 @@ def _check_token(name: str, token: Any) -> None:
 def allreduce(
     x: jax.Array, op: Any = "sum", *, comm: ac.Communicator | None = None, token: Any = None
 ) -> Any:
-    """Reduce all ranks' arrays, eagerly or inside transformations of JAX; every rank gets the result.
+    """Reduce all ranks' arrays, eagerly or in transformations of JAX; every rank gets the result.
 
     Parameters
     ----------
@@ -132,14 +132,14 @@ def allreduce(
 
     Notes
     -----
-    Calls of one program are made in the order in which it was traced, and programs make theirs in the
-    order in which they were dispatched. In branches and loops all ranks have to take the same turns.
-    The first call with a communicator, or the first compilation of one, duplicates the communicator:
-    every rank makes it at the same place among its other calls.
+    Calls of one program are made in the order in which it was traced, and programs make theirs in
+    the order in which they were dispatched. In branches and loops all ranks have to take the same
+    turns. The first call with a communicator, or the first compilation of one, duplicates the
+    communicator: every rank makes it at the same place among its other calls.
 
-    In a compiled program the result takes the place of x if x is not used further, or is an argument
-    that was donated. If x is an argument that was not donated, the result has memory of its own; else
-    XLA copies x first.
+    In a compiled program the result takes the place of x if x is not used further, or is an
+    argument that was donated. If x is an argument that was not donated, the result has memory of
+    its own; else XLA copies x first.
 
     Examples
     --------
@@ -155,7 +155,7 @@ def allreduce(
 
 
 def allgather(x: jax.Array, *, comm: ac.Communicator | None = None, token: Any = None) -> Any:
-    """Stack all ranks' arrays, eagerly or inside transformations of JAX; every rank gets the result.
+    """Stack all ranks' arrays, eagerly or in transformations of JAX; every rank gets the result.
 
     Parameters
     ----------
@@ -180,7 +180,7 @@ def allgather(x: jax.Array, *, comm: ac.Communicator | None = None, token: Any =
 def reduce_scatter(
     x: jax.Array, op: Any = "sum", *, comm: ac.Communicator | None = None, token: Any = None
 ) -> Any:
-    """Reduce all ranks' arrays, eagerly or inside transformations of JAX; each rank gets its row.
+    """Reduce all ranks' arrays, eagerly or in transformations of JAX; each rank gets its row.
 
     Parameters
     ----------
@@ -193,8 +193,8 @@ def reduce_scatter(
     -------
     Array, shape S
         Row r of what `allreduce` would give, on rank r; and a token if one was passed. The gradient
-        of x is the `allgather` of the result's gradients, divided by the number of ranks if the op is
-        "mean".
+        of x is the `allgather` of the result's gradients, divided by the number of ranks if the op
+        is "mean".
 
     Notes
     -----
@@ -204,7 +204,7 @@ def reduce_scatter(
 
 
 def alltoall(x: jax.Array, *, comm: ac.Communicator | None = None, token: Any = None) -> Any:
-    """Send row r to rank r, and get a row from each, eagerly or inside transformations of JAX.
+    """Send row r to rank r, and get a row from each, eagerly or in transformations of JAX.
 
     Parameters
     ----------
@@ -216,8 +216,8 @@ def alltoall(x: jax.Array, *, comm: ac.Communicator | None = None, token: Any = 
     Returns
     -------
     Array, shape (size, *S)
-        Row r is what rank r had in the row of this rank; and a token if one was passed. The gradient
-        of x is the `alltoall` of the result's gradients.
+        Row r is what rank r had in the row of this rank; and a token if one was passed. The
+        gradient of x is the `alltoall` of the result's gradients.
 
     Notes
     -----
@@ -229,7 +229,7 @@ def alltoall(x: jax.Array, *, comm: ac.Communicator | None = None, token: Any = 
 def bcast(
     x: jax.Array, root: int = 0, *, comm: ac.Communicator | None = None, token: Any = None
 ) -> Any:
-    """Give every rank the array of `root`, eagerly or inside transformations of JAX.
+    """Give every rank the array of `root`, eagerly or in transformations of JAX.
 
     Parameters
     ----------
@@ -262,7 +262,7 @@ def sendrecv(
     comm: ac.Communicator | None = None,
     token: Any = None,
 ) -> Any:
-    """Send to one rank and receive from another, eagerly or inside transformations of JAX.
+    """Send to one rank and receive from another, eagerly or in transformations of JAX.
 
     Parameters
     ----------
@@ -278,13 +278,13 @@ def sendrecv(
     Returns
     -------
     Array, shape S
-        The array of `source`; and a token if one was passed. The gradient of x is what `dest` has as
-        its result's gradient, sent back.
+        The array of `source`; and a token if one was passed. The gradient of x is what `dest` has
+        as its result's gradient, sent back.
 
     Notes
     -----
-    See `allreduce` for errors and for the order of calls. An array of more than 64 KiB follows a small
-    message with the call's place in the program, its dtype and its shape; a smaller one is in that
-    message. An array that a rank sends to itself is copied.
+    See `allreduce` for errors and for the order of calls. An array of more than 64 KiB follows a
+    small message with the call's place in the program, its dtype and its shape; a smaller one is in
+    that message. An array that a rank sends to itself is copied.
     """
     return _call(Sendrecv(dest, source, tag), x, comm, token)

@@ -1,4 +1,4 @@
-"""Optax transformations whose gradients an object compresses; what it remembers is in their state."""
+"""Optax transformations that compress gradients by an object, and keep its state in their own."""
 
 from __future__ import annotations
 
@@ -77,8 +77,9 @@ def _hooked(
     """Reduce gradients by an object's own `reduce`."""
     if holds_tracers((leaves, states)):
         raise TypeError(
-            f"DistributedOptimizer: compression={gradients.compressor.described} makes collectives that JAX "
-            'cannot compile; call the transformation outside jax.jit, or pass ErrorFeedback("bfloat16")'
+            f"DistributedOptimizer: compression={gradients.compressor.described} makes collectives "
+            "that JAX cannot compile; call the transformation outside jax.jit, or pass "
+            'ErrorFeedback("bfloat16")'
         )
     # What the ranks' steps depend on is compared with a reduction.
     reduce([])

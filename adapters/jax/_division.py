@@ -76,8 +76,8 @@ class ShardedState:
     Attributes
     ----------
     inner : pytree
-        The state of the plain transformation, with `Elsewhere()` in place of every leaf that belongs
-        to another rank.
+        The state of the plain transformation, with `Elsewhere()` in place of every leaf that
+        belongs to another rank.
     division : Division
         Which rank owns what; the same object in all states of a loop.
     """
@@ -104,8 +104,8 @@ class ShardedState:
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError(
             "this state is sharded, so what this rank has of it is not whole; call "
-            "arraycomm.adapters.jax.gather_state(state) on all ranks for the whole state, and give each "
-            "rank its part of that with shard_state(whole, like)"
+            "arraycomm.adapters.jax.gather_state(state) on all ranks for the whole state, and give "
+            "each rank its part of that with shard_state(whole, like)"
         )
 
 
@@ -126,11 +126,11 @@ def is_elsewhere(part: Any) -> bool:
 
 
 def division_of(state: Any) -> Division:
-    """Return the division of the state that was passed to an update; raise if it is no sharded one."""
+    """Return the division of the state passed to an update; raise if the state is not sharded."""
     if not isinstance(state, ShardedState):
         raise TypeError(
-            "DistributedOptimizer: the state of a sharded transformation must be what its init or update "
-            f"returned; got {type(state).__name__}; give each rank its part of a whole state with "
-            "shard_state(whole, like=optimizer.init(params))"
+            "DistributedOptimizer: the state of a sharded transformation must be what its init or "
+            f"update returned; got {type(state).__name__}; give each rank its part of a whole "
+            "state with shard_state(whole, like=optimizer.init(params))"
         )
     return state.division

@@ -1,8 +1,8 @@
 """The way of an error out of a compiled program.
 
-XLA knows only the text of what a callback raises, and raises an error of its own where the result is awaited.
-So the error is kept here, its number is put into the text, and JAX's class of errors makes of that text
-an error of the original class again, which is JAX's as well.
+XLA knows only the text of what a callback raises, and raises an error of its own where the result
+is awaited. So the error is kept here, its number is put into the text, and JAX's class of errors
+makes of that text an error of the original class again, which is JAX's as well.
 """
 
 from __future__ import annotations

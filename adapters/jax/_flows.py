@@ -25,7 +25,7 @@ def needed(traced: Any, outputs: Sequence[bool]) -> tuple[Any, list[bool]]:
 
 
 def text(traced: Any, outputs: Sequence[bool], inputs: Sequence[bool]) -> Any:
-    """Return what some outputs of a traced program are of some of its inputs, and perhaps of others."""
+    """Return, to compare, how some outputs of a traced program depend on some of its inputs."""
     jaxpr, consts, used = partial_eval.dce_jaxpr_consts(traced.jaxpr, list(outputs), list(inputs))
     return str(jaxpr), list(map(_value_of, select(traced.consts, consts))), sum(used)
 
@@ -61,7 +61,7 @@ def leaves_of_state(traced: Any, division: Division) -> tuple[int | None, ...]:
 
 
 def _next_values(flows: Sequence[int], belongs: dict[int, int], first: int) -> dict[int, int]:
-    """Return on which parameters the next value of each leaf of the state depends, and this one's."""
+    """Return the parameters on which each leaf of the state, or its next value, depends."""
     return {
         first + number: _parameters_of(flow, belongs) | belongs.get(first + number, 0)
         for number, flow in enumerate(flows)
@@ -91,10 +91,10 @@ def _check_single(parameters: int, division: Division) -> None:
 def refusal(why: str) -> TypeError:
     """Return what is raised for a transformation that cannot be sharded."""
     return TypeError(
-        f"DistributedOptimizer: this transformation cannot be sharded: {why}, but every leaf must be updated "
-        "from its own gradient and state; put what looks at all gradients before it, after a reduction: "
-        "optax.chain(all_reduce(), optax.clip_by_global_norm(1.0), DistributedOptimizer(adam, shard=True)), "
-        "or pass shard=False"
+        f"DistributedOptimizer: this transformation cannot be sharded: {why}, but every leaf must "
+        "be updated from its own gradient and state; put what looks at all gradients before it, "
+        "after a reduction: optax.chain(all_reduce(), optax.clip_by_global_norm(1.0), "
+        "DistributedOptimizer(adam, shard=True)), or pass shard=False"
     )
 
 

@@ -203,7 +203,8 @@ class Sendrecv(Collective):
         for which, rank in (("dest", self.dest), ("source", self.source)):
             if not 0 <= rank < comm.size:
                 raise ValueError(
-                    f"sendrecv: {which} must be a rank of the communicator, 0 to {comm.size - 1}; got {rank}"
+                    f"sendrecv: {which} must be a rank of the communicator, 0 to {comm.size - 1}; "
+                    f"got {rank}"
                 )
         if self.tag not in ProgramCalls.tags:
             raise ValueError(f"sendrecv: tag must be 0 to {ProgramCalls.tags[-1]}; got {self.tag}")
@@ -225,7 +226,7 @@ class Sendrecv(Collective):
 
 @dataclass(frozen=True)
 class Pooled(Allreduce):
-    """The reduction of a function's values whose arguments are the same on all ranks: see `replicated`."""
+    """The reduction of a function's values, with arguments the same on all ranks: `replicated`."""
 
     def transposed(self, cotangent: Any, comm: ac.Communicator) -> Any:
         return replicated(cotangent, self.op, comm)
@@ -239,8 +240,8 @@ def _fix(call: Collective, *names: str) -> None:
             object.__setattr__(call, name, operator.index(given))
         except TypeError:
             raise TypeError(
-                f"{call.name}: {name} must be an int that is known when a program is traced; got {given!r}. "
-                "comm.rank and comm.size are ints, also inside"
+                f"{call.name}: {name} must be an int that is known when a program is traced; got "
+                f"{given!r}. comm.rank and comm.size are ints, also inside"
             ) from None
 
 
@@ -256,8 +257,8 @@ def check_linear(name: str, op: Any) -> None:
 def _check_named(name: str, op: Any) -> None:
     if not isinstance(op, str):
         raise TypeError(
-            f"{name}: op must be the name of a reduction inside a transformation of JAX, since a function "
-            f"cannot be called from a compiled program; got {op!r}. Call it outside"
+            f"{name}: op must be the name of a reduction inside a transformation of JAX, since a "
+            f"function cannot be called from a compiled program; got {op!r}. Call it outside"
         )
 
 
@@ -266,8 +267,8 @@ def _check_rows(name: str, shape: Shape, size: int) -> None:
         raise ValueError(f"{name}: x must have {size} rows, one for each rank; got shape {shape}")
 
 
-# A function of arguments that are the same on all ranks, with another part of the data on each: its value is
-# pooled, and so are its derivatives, since the arguments are replicated.
+# A function of arguments that are the same on all ranks, with another part of the data on each: its
+# value is pooled, and so are its derivatives, since the arguments are replicated.
 
 
 def replicated(x: Any, op: str, comm: ac.Communicator) -> Any:

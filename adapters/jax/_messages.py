@@ -12,7 +12,7 @@ from arraycomm._training.programs import ProgramCalls
 
 
 def exchange(calls: ProgramCalls, x: Any, dest: int, source: int, tag: int, out: Any) -> Any:
-    """Send an array to one rank, and return that of another, which must be alike and from the same place."""
+    """Send an array to a rank and return another's, which must be alike and from the same place."""
     array, status = np.asarray(x), ac.Status()
     if dest == source == calls.comm.rank:
         return _delivered(array, out)
@@ -38,5 +38,6 @@ def _check(array: Any, status: ac.Status) -> None:
     if status.dtype is not None and (status.dtype, status.shape) != (array.dtype, array.shape):
         raise ac.MismatchError(
             f"sendrecv: ranks must send arrays of the shape and dtype that they receive; got "
-            f"{status.dtype} {status.shape} from rank {status.source}, and sent {array.dtype} {array.shape}"
+            f"{status.dtype} {status.shape} from rank {status.source}, and sent {array.dtype} "
+            f"{array.shape}"
         )

@@ -1,7 +1,8 @@
 """The primitive of JAX that makes calls: staged, compiled, differentiated and batched.
 
-Its effect is ordered. So JAX passes a token from call to call, through loops and branches and from one program
-to the next, and each call of a compiled program waits for the one before it, whatever XLA schedules.
+Its effect is ordered. So JAX passes a token from call to call, through loops and branches and from
+one program to the next, and each call of a compiled program waits for the one before it, whatever
+XLA schedules.
 """
 
 from __future__ import annotations
@@ -124,8 +125,8 @@ def _stage(
 def _refuse_shards(name: str) -> None:
     if jax.sharding.get_abstract_mesh().manual_axes:
         raise TypeError(
-            f"{name}: a collective of arraycomm cannot be called inside jax.shard_map, since it is over "
-            "processes, each with one part; call it outside, or use jax.lax.psum there"
+            f"{name}: a collective of arraycomm cannot be called inside jax.shard_map, since it is "
+            "over processes, each with one part; call it outside, or use jax.lax.psum there"
         )
 
 
@@ -159,8 +160,8 @@ def _lower(
     )
     made = lowered(
         ctx.replace(
-            # Not in the same order: where the results of a call are all that a loop carries, XLA takes what
-            # stands at the same place of both for something that no turn changes.
+            # Not in the same order: where the results of a call are all that a loop carries, XLA
+            # takes what stands at the same place of both for something that no turn changes.
             avals_in=[abstract_token, *ctx.avals_in],
             avals_out=[*ctx.avals_out, abstract_token],
         ),
@@ -179,12 +180,12 @@ def _callback(call: Call, comm: ac.Communicator, place: int, avals: Sequence[Any
 
 
 def _aliases(arrays: Sequence[Any]) -> dict[int, int]:
-    """Return which result takes the place of which argument; before the arguments stands a token."""
+    """Return which result takes the place of which argument; the first argument is a token."""
     return {1 + number: number for number, x in enumerate(arrays) if not _stays_the_callers(x)}
 
 
 def _stays_the_callers(x: Any) -> bool:
-    """Return whether a value is an argument of the program that was not donated: XLA would copy it first."""
+    """Return whether a value is an argument that was not donated: XLA would copy it first."""
     if not isinstance(x, ir.BlockArgument):
         return False
     function: Any = x.owner.owner
@@ -202,23 +203,24 @@ def check_compiled(name: str, comm: ac.Communicator, platforms: Sequence[str]) -
         )
     if tuple(platforms) != ("cpu",):
         raise ac.BackendUnavailableError(
-            f"{name}: jitted JAX collectives work on the CPU backend; got {', '.join(platforms)}. Call "
-            "it outside jax.jit, or set JAX_PLATFORMS=cpu"
+            f"{name}: jitted JAX collectives work on the CPU backend; got {', '.join(platforms)}. "
+            "Call it outside jax.jit, or set JAX_PLATFORMS=cpu"
         )
 
 
 def _check_lowering(name: str, module: mlir.ModuleContext) -> None:
     if module.lowering_parameters.for_export:
         raise TypeError(
-            f"{name}: a program with a collective of arraycomm cannot be exported, since it belongs to the ranks of this "
-            "job; export what stands between the calls"
+            f"{name}: a program with a collective of arraycomm cannot be exported, since it "
+            "belongs to the ranks of this job; export what stands between the calls"
         )
     placed: Any = module.axis_context
     devices = placed.mesh.size if hasattr(placed, "mesh") else placed.num_devices
     if devices > 1:
         raise TypeError(
-            f"{name}: a program with a collective of arraycomm runs on one device of each rank; this one is for "
-            f"{devices}. Put the arrays on one device, or call it outside of the program for one part after the other"
+            f"{name}: a program with a collective of arraycomm runs on one device of each rank; "
+            f"this one is for {devices}. Put the arrays on one device, or call it outside of the "
+            "program for one part after the other"
         )
 
 
@@ -235,7 +237,8 @@ def _push_forward(
     results = bind(call, primals, comm)
     tangents = tangents[: len(tangents) - call.beside]
     if all(isinstance(tangent, ad.Zero) for tangent in tangents):
-        return results, [ad.Zero.from_primal_value(y) for y in results]  # type: ignore[attr-defined]
+        zero = ad.Zero.from_primal_value  # type: ignore[attr-defined]
+        return results, [zero(y) for y in results]
     call.check_differentiable()
     made = [ad.instantiate_zeros(tangent) for tangent in tangents]
     return results, bind(call.alone(), made, comm)

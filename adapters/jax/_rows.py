@@ -1,8 +1,9 @@
 """Loops and branches under `jax.vmap`, of which each row takes its own turns.
 
-JAX lets all rows turn until the last has finished, and take all branches, and selects afterwards; but it selects
-nothing in loops whose condition makes ordered calls. So loops with calls are written out here. The other ranks'
-rows take part in each call, so that all ranks have to select alike: they compare what the rows have chosen.
+JAX lets all rows turn until the last has finished, and take all branches, and selects afterwards;
+but it selects nothing in loops whose condition makes ordered calls. So loops with calls are written
+out here. The other ranks' rows take part in each call, so that all ranks have to select alike: they
+compare what the rows have chosen.
 """
 
 from __future__ import annotations
@@ -47,8 +48,9 @@ class _SameChoices(Call):
                 found = calls.comm.allgather(np.frombuffer(digest, np.int64))
             if (found != found[0]).any():
                 raise ac.MismatchError(
-                    f"vmap: {self.what} with a collective inside must be the same on every rank for each row, since "
-                    "all ranks have to make the same calls; they differ. Reduce what it depends on"
+                    f"vmap: {self.what} with a collective inside must be the same on every rank "
+                    "for each row, since all ranks have to make the same calls; they differ. "
+                    "Reduce what it depends on"
                 )
             return []
 

@@ -1,8 +1,9 @@
-"""Sharded optax transformations: each rank keeps the state of its own leaves, and computes their updates.
+"""Sharded optax transformations: each rank has its own leaves' state, and computes their updates.
 
-The transformation is traced on the whole tree. From the trace follows which part of the state belongs
-to which leaf, and whether any update depends on the gradient of another leaf. Each rank then updates the
-whole tree with arrays of one element in place of the other ranks' leaves, and the updates are exchanged.
+The transformation is traced on the whole tree. From the trace follows which part of the state
+belongs to which leaf, and whether any update depends on the gradient of another leaf. Each rank
+then updates the whole tree with arrays of one element in place of the other ranks' leaves, and the
+updates are exchanged.
 """
 
 from __future__ import annotations
@@ -173,7 +174,7 @@ class _Sharding:
         reduced: Sequence[Any],
         updates: Sequence[Any],
     ) -> list[Any]:
-        """Return the updates of all leaves, of which this rank has its own and stand-ins; collective."""
+        """Return all leaves' updates, of which this rank has its own and stand-ins; collective."""
         shards = self._shards
         if shards.comm.size == 1 or not updates:
             return list(updates)
@@ -262,8 +263,8 @@ class _Exchange(Call):
 
 def _not_transformed() -> TypeError:
     return TypeError(
-        "DistributedOptimizer: a sharded update cannot be differentiated or batched, since each rank has "
-        "only a part of it; pass shard=False"
+        "DistributedOptimizer: a sharded update cannot be differentiated or batched, since each "
+        "rank has only a part of it; pass shard=False"
     )
 
 

@@ -55,8 +55,8 @@ def gather_state(state: Any, *, root: int = 0) -> Any:
     found = [part for part in _parts(state) if isinstance(part, ShardedState)]
     if not found:
         raise ValueError(
-            "gather_state: there is no sharded state in this tree; pass the state of a transformation "
-            "that DistributedOptimizer(..., shard=True) returned"
+            "gather_state: there is no sharded state in this tree; pass the state of a "
+            "transformation that DistributedOptimizer(..., shard=True) returned"
         )
     gathered = iter([_gather(part, root) for part in found])
     whole = jax.tree.map(
@@ -117,8 +117,8 @@ def shard_state(whole: Any, like: Any) -> Any:
 
 def _other_state(why: str) -> ValueError:
     return ValueError(
-        "shard_state: whole must be the whole state of the transformation and parameters of `like`, as "
-        f"gather_state returns it; {why}"
+        "shard_state: whole must be the whole state of the transformation and parameters of "
+        f"`like`, as gather_state returns it; {why}"
     )
 
 

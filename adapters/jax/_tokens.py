@@ -1,11 +1,13 @@
-"""The order of the programs that make calls: each takes the token of the one before it, and leaves its own.
+"""The order of the programs that make calls: each takes the last one's token, and leaves its own.
 
-JAX passes the tokens of ordered effects on in Python, at every dispatch, which takes many times longer than a
-small program. Here the token lies in one array that is among the constants of all these programs. So JAX can
-dispatch them as it does programs without effects; what puts their results together puts the new token in place.
+JAX passes the tokens of ordered effects on in Python, at every dispatch, which takes many times
+longer than a small program. Here the token lies in one array that is among the constants of all
+these programs. So JAX can dispatch them as it does programs without effects; what puts their
+results together puts the new token in place.
 
-JAX makes a `ValueError` of what such a program raises while it is being dispatched. So a callback keeps its
-error here, the rest of the program makes no calls, and the error is raised when the token is put in place.
+JAX makes a `ValueError` of what such a program raises while it is being dispatched. So a callback
+keeps its error here, the rest of the program makes no calls, and the error is raised when the token
+is put in place.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ from jax._src.tree_util import dispatch_registry
 
 from arraycomm.adapters.jax._tracing import refuse_repetition
 
-# What JAX keeps to dispatch a program without Python. One that keeps something else dispatches as it likes.
+# What JAX keeps to dispatch a program without Python. One that keeps something else dispatches as
+# it likes.
 _FIELDS: Final = (
     "xla_executable",
     "out_pytree_def",
@@ -43,7 +46,7 @@ _LOOP: Final = re.compile("^.* = .* while\\((?!.*known_trip_count).*$", re.MULTI
 
 
 class DelaysErrors:
-    """A callback of programs, which gives its errors to the token if it may: see `ProgramToken.take`."""
+    """A callback of programs; the token takes its errors if it may: see `ProgramToken.take`."""
 
     delays_errors = False
 
@@ -51,8 +54,8 @@ class DelaysErrors:
 class ProgramToken:
     """The token of an effect: where JAX looks for it, and in the array that programs take.
 
-    The array stays on the device of the first program, since some versions of XLA cannot copy a token.
-    Programs on other devices wait for the one before them, and the next one waits for them.
+    The array stays on the device of the first program, since some versions of XLA cannot copy a
+    token. Programs on other devices wait for the one before them, and the next one waits for them.
 
     Attributes
     ----------
@@ -63,7 +66,8 @@ class ProgramToken:
     def __init__(self, effect: Any) -> None:
         self._effect = effect
         self._ready: Any = None
-        # The threads that have dispatched programs, by the system's numbers, which XLA's threads do not get again.
+        # The threads that have dispatched programs, by the system's numbers, which XLA's threads do
+        # not get again.
         self._threads: dict[int, threading.Thread] = {}
         # What the programs have raised that these threads are dispatching.
         self._errors: dict[int, BaseException] = {}
@@ -87,21 +91,23 @@ class ProgramToken:
             self.put(self._ready)
 
     def put(self, array: Any) -> None:
-        """Have the next program take the token of this one; raise its error, if it has raised one."""
+        """Have the next program take this one's token; raise this one's error if there is one."""
         thread = threading.get_native_id()
         if thread not in self._threads:
             self._threads[thread] = threading.current_thread()
         self._hold(array)
         runtime_tokens.current_tokens[self._effect] = Token(self.array)
         if thread in self._errors:
-            # A program that has been dispatched may still run: it makes no calls while the error is here.
+            # A program that has been dispatched may still run: it makes no calls while the error is
+            # here.
             self.array.block_until_ready()
             raise self._errors.pop(thread)
 
     def take(self, error: BaseException) -> bool:
-        """Take the error of the program whose callback this is, if `put` is still to be called for it."""
+        """Take the error of the callback's program if `put` is still to be called for it."""
         thread = self._dispatcher()
-        # Programs run one after the other. One of which XLA's threads run a callback may have been put here.
+        # Programs run one after the other. One of which XLA's threads run a callback may have been
+        # put here.
         here = thread == threading.get_native_id()
         if thread is None or not (here or self.array.is_ready()):
             return False
@@ -109,11 +115,11 @@ class ProgramToken:
         return True
 
     def has_failed(self) -> bool:
-        """Return whether the program whose callback this is has raised: it is to end without further calls."""
+        """Return whether the callback's program has raised; it then ends without further calls."""
         return bool(self._errors) and self._dispatcher() in self._errors
 
     def _dispatcher(self) -> int | None:
-        """Return the thread that has dispatched the program whose callback this is; None if that is not certain."""
+        """Return the thread that dispatched the callback's program; None if that is uncertain."""
         thread = threading.get_native_id()
         if thread in self._threads:
             return thread
@@ -175,16 +181,17 @@ def _keep_between_dispatches(kept: ProgramToken, effect: Any) -> None:
 
 
 def _refuse_without_token(effect: Any) -> None:
-    """Say what is wrong with a program in which calls have no token, since something has forgotten their effect."""
+    """Explain the error of a program whose calls have no token, since their effect is forgotten."""
     tokens: Any = mlir.TokenSet
     get, subset = tokens.get, tokens.subset
 
     def check(found: Any, wanted: Sequence[Any]) -> None:
         if effect in wanted and effect not in found.effects():
             raise TypeError(
-                "a collective of arraycomm cannot be called inside a function whose effects are forgotten, as by the "
-                "primitives of equinox and lineax: its order among the program's other calls would be open. "
-                "Call it outside, or use what JAX has itself, such as jax.scipy.sparse.linalg.cg"
+                "a collective of arraycomm cannot be called inside a function whose effects are "
+                "forgotten, as by the primitives of equinox and lineax: its order among the "
+                "program's other calls would be open. Call it outside, or use what JAX has itself, "
+                "such as jax.scipy.sparse.linalg.cg"
             )
 
     def get_checked(self: Any, eff: Any) -> Any:

@@ -26,13 +26,13 @@ def is_traced(tree: Any) -> bool:
 
 
 def refuse_repetition(what: str) -> None:
-    """Raise if JAX repeats a program to find out which operation has made a NaN: see `jax_debug_nans`."""
+    """Raise if JAX repeats a program to find the origin of a NaN: see `jax_debug_nans`."""
     error = sys.exception()
     while error is not None:
         if isinstance(error, InternalFloatingPointError):
             raise FloatingPointError(
-                f"invalid value ({error.ty}) in the results of a compiled program: JAX has repeated its operations "
-                f"one by one as far as {what}, which is not repeated, since other ranks take part; those "
-                "before it have made no such value"
+                f"invalid value ({error.ty}) in the results of a compiled program: JAX has "
+                f"repeated its operations one by one as far as {what}, which is not repeated, "
+                "since other ranks take part; those before it have made no such value"
             )
         error = error.__context__

@@ -1,7 +1,7 @@
 """An optimizer's updates: their gradients reduced eagerly or inside a program, and their numbers.
 
-Updates are numbered when they are made, not when they are traced. One that `jax.lax.cond` skips counts too, so
-that a rank that skips it alone shows another number in the next one.
+Updates are numbered when they are made, not when they are traced. One that `jax.lax.cond` skips
+counts too, so that a rank that skips it alone shows another number in the next one.
 """
 
 from __future__ import annotations
@@ -52,9 +52,10 @@ class _Mark(Call):
 
 
 def mark_outside_branches(updates: Numbering, comm: ac.Communicator) -> None:
-    """Note an update outside the branches of `jax.lax.cond` that are being traced, if there are any.
+    """Note an update outside the branches of `jax.lax.cond` that are being traced, if any are.
 
-    The mark and the update share no array: JAX may trace a branch once, and use it in several programs.
+    The mark and the update share no array: JAX may trace a branch once, and use it in several
+    programs.
     """
     outside, trace = None, core.trace_ctx.trace
     while trace is not None:
@@ -75,9 +76,10 @@ def _refuse_what_passes_gradients_on() -> None:
     while frame is not None:
         if frame.f_code.co_qualname == "conditionally_transform.<locals>.update_fn":
             raise TypeError(
-                "DistributedOptimizer: optax.conditionally_transform around a distributed transformation would apply "
-                "this rank's own gradients in the steps that it leaves out; put it inside, "
-                "DistributedOptimizer(optax.conditionally_transform(...)), or use optax.conditionally_mask"
+                "DistributedOptimizer: optax.conditionally_transform around a distributed "
+                "transformation would apply this rank's own gradients in the steps that it leaves "
+                "out; put it inside, DistributedOptimizer(optax.conditionally_transform(...)), or "
+                "use optax.conditionally_mask"
             )
         frame = frame.f_back
 
@@ -215,7 +217,7 @@ class Updates:
         self.made = Numbering()
 
     def reduce_step(self, leaves: list[Any], inputs: Any) -> tuple[bool, list[Any]]:
-        """Reduce gradients, or add them to those of the steps before; tell whether they are reduced.
+        """Reduce gradients, or add them to earlier ones; return whether reduced, and the result.
 
         `inputs` is a tree of what the update depends on besides.
         """
@@ -248,7 +250,7 @@ class Updates:
         return reduced
 
     def _watched(self, *, traced: bool) -> tuple[Watched, list[Any]]:
-        """Return what the next reduction compares, and its arrays; what is not traced knows no tracers."""
+        """Return what the next reduction compares, and its arrays; tracers only if it is traced."""
         if not self._gradients.verification.every or self._inputs is None:
             return Watched(), []
         pairs = jax.tree_util.tree_leaves_with_path(self._inputs)
@@ -276,7 +278,7 @@ def _name(path: Any) -> str:
 
 
 def _words(leaf: Any) -> Any:
-    """Return an array or a number as an array, random keys as their words, and None for any other object."""
+    """Return arrays and numbers as arrays, random keys as their words, other objects as None."""
     if isinstance(leaf, float | complex):
         return np.asarray(leaf)
     if not isinstance(leaf, jax.Array | np.ndarray | np.generic):

@@ -30,7 +30,8 @@ synchronize = ac.synchronize
 _METHODS: Final = ("update", "step", "__call__")
 _PROTOCOL: Final = (
     "a torch optimizer, an optax transformation, a thinc optimizer, an object with a method "
-    "update(params, grads), update(params, grads, state) or step(params, grads), or a function of these"
+    "update(params, grads), update(params, grads, state) or step(params, grads), or a function of "
+    "these"
 )
 
 
@@ -40,8 +41,8 @@ def check(optimizer: Any) -> None:
         raise ValueError("DistributedOptimizer: this optimizer is distributed already")
     if isinstance(optimizer, type):
         raise TypeError(
-            f"DistributedOptimizer: optimizer must be an object; got the class {optimizer.__name__}; "
-            f"pass an instance, {optimizer.__name__}(...)"
+            "DistributedOptimizer: optimizer must be an object; got the class "
+            f"{optimizer.__name__}; pass an instance, {optimizer.__name__}(...)"
         )
     found = _methods_of(optimizer)
     if not found:
@@ -76,8 +77,8 @@ def _refusal(optimizer: Any, name: str) -> str | None:
     first = next(iter(signature.parameters), "")
     if first.startswith("grad") or first == "updates":
         return (
-            f"an optimizer must take the parameters first, (params, grads); {called} takes {first!r} "
-            "first; wrap it in an object that takes them in this order"
+            f"an optimizer must take the parameters first, (params, grads); {called} takes "
+            f"{first!r} first; wrap it in an object that takes them in this order"
         )
     try:
         signature.bind_partial(None, None)
@@ -110,7 +111,7 @@ def _takes_state(method: Any) -> bool:
 
 
 class Method(NamedTuple):
-    """A method of the protocol: why it cannot be called, if so, and whether the state is an argument."""
+    """A method of the protocol: why it cannot be called, if so, and whether it takes the state."""
 
     refusal: str | None
     takes_state: bool
@@ -119,8 +120,8 @@ class Method(NamedTuple):
 class Distributed:
     """An optimizer whose gradients are reduced over all ranks before each step.
 
-    `update`, `step` and calls of the object itself, as far as the wrapped optimizer has them, reduce
-    the gradients, which are the second argument, and call the wrapped one with the result;
+    `update`, `step` and calls of the object itself, as far as the wrapped optimizer has them,
+    reduce the gradients, which are the second argument, and call the wrapped one with the result;
     collective. What it returns is returned. A step whose gradients are only accumulated returns the
     first argument, or a pair of it and the state if a state is passed as the third.
 
@@ -154,8 +155,8 @@ class Distributed:
         refusal, takes_state = self._methods[name]
         if self._sharding is not None and takes_state:
             refusal = (
-                f"{type(self._optimizer).__name__}.{name} takes the state as an argument, of which a sharded "
-                "optimizer keeps a part; let the object keep it, or pass shard=False"
+                f"{type(self._optimizer).__name__}.{name} takes the state as an argument, of which "
+                "a sharded optimizer keeps a part; let the object keep it, or pass shard=False"
             )
         if refusal is not None:
             self._gradients.fail(TypeError(f"DistributedOptimizer: {refusal}"))
@@ -181,8 +182,8 @@ class Distributed:
         Returns
         -------
         dict
-            Of plain containers and arrays, by the numbers of the gradients' leaves; empty without an
-            object as `compression`.
+            Of plain containers and arrays, by the numbers of the gradients' leaves; empty without
+            an object as `compression`.
         """
         states = self._gradients.compressor.states
         return {} if states is None else states.saved()
@@ -214,15 +215,16 @@ class Distributed:
         # The wrapped optimizer's own state could be pickled, but not that it is distributed.
         raise TypeError(
             "DistributedOptimizer: a distributed optimizer cannot be pickled, since it stands for "
-            "ranks of this process; pickle the plain optimizer, and pass it to DistributedOptimizer "
-            "in each process"
+            "ranks of this process; pickle the plain optimizer, and pass it to "
+            "DistributedOptimizer in each process"
         )
 
     def __arraycomm_tree__(self) -> tuple[Any, Callable[[Any], Any]]:
         if self._sharding is not None:
             raise TypeError(
-                "this optimizer is sharded, so no rank has the state of another one's parameters; load a "
-                "whole state on every rank by arraycomm.adapters.numpy.load_state(optimizer, state, params)"
+                "this optimizer is sharded, so no rank has the state of another one's parameters; "
+                "load a whole state on every rank by "
+                "arraycomm.adapters.numpy.load_state(optimizer, state, params)"
             )
 
         def rebuild(leaves: list[Any]) -> Distributed:
@@ -270,9 +272,9 @@ def gather_state(optimizer: Any, *, root: int = 0) -> dict[str, Any] | None:
 
     Notes
     -----
-    Collective. A sharded optimizer is given lists of parameters, so it keeps what belongs to them in
-    lists. A list of arrays becomes a tree like the parameters here; a list of dicts, lists or tuples
-    stays a list, in the order of the leaves.
+    Collective. A sharded optimizer is given lists of parameters, so it keeps what belongs to them
+    in lists. A list of arrays becomes a tree like the parameters here; a list of dicts, lists or
+    tuples stays a list, in the order of the leaves.
 
     Examples
     --------
@@ -288,7 +290,8 @@ def gather_state(optimizer: Any, *, root: int = 0) -> dict[str, Any] | None:
     ...         return [p - m for p, m in zip(params, self.momenta)]
     >>> def train(comm):
     ...     optimizer = ac.DistributedOptimizer(Momentum(), comm=comm, shard=True)
-    ...     optimizer.update({"a": np.zeros(1), "b": np.zeros(2)}, {"a": np.ones(1), "b": np.ones(2)})
+    ...     params = {"a": np.zeros(1), "b": np.zeros(2)}
+    ...     optimizer.update(params, {"a": np.ones(1), "b": np.ones(2)})
     ...     state = gather_state(optimizer)
     ...     return len(optimizer.momenta), None if state is None else sorted(state["momenta"])
     >>> run(2, train)
@@ -320,8 +323,8 @@ def load_state(optimizer: Any, state: dict[str, Any], params: Any) -> None:
 
     Notes
     -----
-    Local. An object with `load_state_dict(state)` gets its part by that; the attributes of any other
-    one are set.
+    Local. An object with `load_state_dict(state)` gets its part by that; the attributes of any
+    other one are set.
 
     Examples
     --------
@@ -351,10 +354,11 @@ def load_state(optimizer: Any, state: dict[str, Any], params: Any) -> None:
 
 
 def _parts(function: str, optimizer: Any) -> tuple[Any, Any, Any]:
-    """Return the wrapped optimizer of a distributed one, its gradients, and its division if it has one."""
+    """Return the wrapped optimizer of a distributed one, its gradients, and its division if any."""
     if not isinstance(optimizer, Distributed):
         raise ValueError(
-            f"{function}: this optimizer is not distributed; pass one that DistributedOptimizer returned"
+            f"{function}: this optimizer is not distributed; pass one that DistributedOptimizer "
+            "returned"
         )
     own = vars(optimizer)
     return own["_optimizer"], own["_gradients"], own["_sharding"]

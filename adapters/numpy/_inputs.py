@@ -17,10 +17,10 @@ from arraycomm._trees.pytrees import flatten
 class StepInputs:
     """What the steps of one optimizer depend on.
 
-    Its hyperparameters are the attributes that its class takes as arguments, if they are numbers or text, and
-    those of a function the numbers with which it computes; its state are the arrays in its
-    attributes that have the shape of a parameter, and the numbers beside these. An object may have attributes of another kind, which may
-    differ between ranks.
+    Its hyperparameters are the attributes that its class takes as arguments, if they are numbers or
+    text, and those of a function the numbers with which it computes; its state are the arrays in
+    its attributes that have the shape of a parameter, and the numbers beside these. An object may
+    have attributes of another kind, which may differ between ranks.
 
     Parameters
     ----------
@@ -42,7 +42,7 @@ class StepInputs:
             self._constants += tuple(constants_of(optimizer, "the optimizer"))
 
     def of(self, params: Any, state: Any = None) -> Callable[[], Inputs]:
-        """Return what returns the inputs of a step with these parameters, and the state if that is passed."""
+        """Return a function that returns a step's inputs: parameters, and the state if passed."""
 
         def inputs() -> Inputs:
             numbers = [] if state is None else _numbers(state, "state")
@@ -76,7 +76,8 @@ class StepInputs:
                     for path, x in _arrays_in(value, name, int | float)
                     if x.shape in {(), *shapes}
                 ]
-                # Numbers belong to the state if they are beside such arrays, as counts of steps are.
+                # Numbers belong to the state if they are beside such arrays, as counts of steps
+                # are.
                 yield from found if any(x.shape in shapes for _, x in found) else ()
 
 

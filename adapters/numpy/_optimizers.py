@@ -38,8 +38,8 @@ class ArrayOptimizer(ABC):
     def init(self, params: Any) -> None:
         """Begin anew, with the state that comes before the first step.
 
-        The first step does so by itself. Call it on ranks that are to take the state of another one by
-        `arraycomm.synchronize`, which compares structures.
+        The first step does so by itself. Call it on ranks that are to take the state of another one
+        by `arraycomm.synchronize`, which compares structures.
 
         Parameters
         ----------
@@ -84,7 +84,8 @@ class ArrayOptimizer(ABC):
         states = [{}] * len(leaves) if self.state is None else self.state
         if len(states) != len(leaves):
             raise ValueError(
-                f"params must have the same leaves in every step; got {len(leaves)} after {len(states)}"
+                f"params must have the same leaves in every step; got {len(leaves)} after "
+                f"{len(states)}"
             )
         updated, kept = [], []
         for number, (leaf, slope, before) in enumerate(zip(leaves, slopes, states, strict=True)):
@@ -126,8 +127,8 @@ class ArrayOptimizer(ABC):
 class SGD(ArrayOptimizer):
     """Gradient descent: p ← p − η g.
 
-    One code for NumPy, PyTorch, JAX, CuPy, array-api-strict and every other framework with the array
-    API. See `update`.
+    One code for NumPy, PyTorch, JAX, CuPy, array-api-strict and every other framework with the
+    array API. See `update`.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Sharded optimizers that are plain objects: each rank updates its own parameters, given as lists."""
+"""Sharded optimizers that are plain objects: each rank updates lists of its own parameters."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ def check_per_parameter(optimizer: Any) -> None:
     declared = getattr(type(optimizer), "per_parameter", None)
     if declared is not True:
         raise TypeError(
-            f"DistributedOptimizer: {type(optimizer).__qualname__} cannot be sharded: per_parameter of its "
-            f"class is {declared!r}; set per_parameter = True if it takes lists of parameters and "
-            "gradients, and updates each parameter from its own gradient and state; or pass shard=False"
+            f"DistributedOptimizer: {type(optimizer).__qualname__} cannot be sharded: "
+            f"per_parameter of its class is {declared!r}; set per_parameter = True if it takes "
+            "lists of parameters and gradients, and updates each parameter from its own gradient "
+            "and state; or pass shard=False"
         )
 
 
@@ -75,9 +76,9 @@ class Sharding:
         elif specs != self._specs or flat.structure != self._structure:
             self._shards.fail(
                 ValueError(
-                    "the parameters of a sharded optimizer must be the same in every step, with their dtypes "
-                    f"and shapes; got {len(specs)} after {len(self._specs)}, or others; make a new optimizer "
-                    "for others"
+                    "the parameters of a sharded optimizer must be the same in every step, with "
+                    f"their dtypes and shapes; got {len(specs)} after {len(self._specs)}, or "
+                    "others; make a new optimizer for others"
                 )
             )
 
@@ -91,7 +92,8 @@ class Sharding:
         gradients = self._shards.flatten(grads, "grads").leaves
         if len(gradients) != len(leaves):
             raise ValueError(
-                f"grads must have the structure of params; got {len(gradients)} leaves for {len(leaves)}"
+                f"grads must have the structure of params; got {len(gradients)} leaves for "
+                f"{len(leaves)}"
             )
         returned = update([leaves[n] for n in own], [gradients[n] for n in own])
         if not isinstance(returned, (list, tuple)) or len(returned) != len(own):
@@ -126,14 +128,14 @@ class Sharding:
             return {key: self._merged(f"{path}[{key!r}]", [p[key] for p in parts]) for key in first}
         if not all(_equal(first, part) for part in parts):
             raise TypeError(
-                f"gather_state: {path} is not the same on all ranks, and no list with one array for each "
-                "parameter of its rank, so it is not known what it is in the whole state; keep what belongs "
-                "to a parameter in such a list, or in a dict of such lists"
+                f"gather_state: {path} is not the same on all ranks, and no list with one array "
+                "for each parameter of its rank, so it is not known what it is in the whole state; "
+                "keep what belongs to a parameter in such a list, or in a dict of such lists"
             )
         return first
 
     def _merged_list(self, parts: Sequence[Any]) -> Any:
-        """Return lists of what belongs to parameters as one tree like the parameters, if these are such."""
+        """Return the ranks' lists as a tree like the parameters; `_NOTHING` if they do not fit."""
         whole: list[Any] = [_NOTHING] * len(self._owners)
         for rank, part in enumerate(parts):
             own = [number for number, owner in enumerate(self._owners) if owner == rank]

@@ -67,16 +67,16 @@ def partial_fit(
     y : array-like, shape (n,), optional
         Their targets.
     classes : array-like, optional
-        For a classifier's first call: the classes that this rank knows of, by default those in y. The
-        estimator has those of all ranks.
+        For a classifier's first call: the classes that this rank knows of, by default those in y.
+        The estimator has those of all ranks.
     comm : Communicator, optional
         `world()` by default.
 
     Returns
     -------
     estimator
-        The one passed. What it has learnt is the same, in every bit, on all ranks; only `labels_` of
-        MiniBatchKMeans are those of this rank's samples.
+        The one passed. What it has learnt is the same, in every bit, on all ranks; only `labels_`
+        of MiniBatchKMeans are those of this rank's samples.
 
     Raises
     ------
@@ -92,14 +92,14 @@ def partial_fit(
     Notes
     -----
     `StandardScaler`, `MinMaxScaler`, `GaussianNB`, `MultinomialNB`, `IncrementalPCA` and
-    `MiniBatchKMeans` (with `reassignment_ratio=0`) learn what their own `partial_fit` would learn from
-    one batch with the samples of all ranks, apart from rounding. Initial centers of MiniBatchKMeans
-    are chosen among the samples of the rank that has the most, unless `init` is an array.
+    `MiniBatchKMeans` (with `reassignment_ratio=0`) learn what their own `partial_fit` would learn
+    from one batch with the samples of all ranks, apart from rounding. Initial centers of
+    MiniBatchKMeans are among the samples of the rank with the most, unless `init` is an array.
 
-    `SGDClassifier`, `SGDRegressor`, `Perceptron`, `MLPClassifier` and `MLPRegressor` learn on each rank
-    by themselves; their parameters, averaged coefficients and moments are then averaged, each rank
-    weighted by its number of samples (Zinkevich et al., 2010). Counters, such as `t_`, are those of the
-    rank with the most samples. A network begins with the same parameters on all ranks.
+    `SGDClassifier`, `SGDRegressor`, `Perceptron`, `MLPClassifier` and `MLPRegressor` learn on each
+    rank by themselves; their parameters, averaged coefficients and moments are then averaged, each
+    rank weighted by its number of samples (Zinkevich et al., 2010). Counters, such as `t_`, are
+    those of the rank with the most samples. A network begins with the same parameters on all ranks.
 
     A call costs a few small exchanges, and one reduction or broadcast of what is learnt.
 
@@ -145,8 +145,8 @@ def average(estimator: Any, *, comm: ac.Communicator | None = None) -> Any:
     estimator : SGDClassifier, SGDRegressor, Perceptron, MLPClassifier or MLPRegressor
         Of the same class and parameters on every rank, with the same features and classes; or a
         `Pipeline` whose last step is one. Changed in place. Each rank counts as much as the samples
-        from which it has learnt since the last `average` or `partial_fit` of this module; one that has
-        learnt from none counts nothing, and may be new.
+        from which it has learnt since the last `average` or `partial_fit` of this module; one that
+        has learnt from none counts nothing, and may be new.
     comm : Communicator, optional
         `world()` by default.
 
@@ -196,8 +196,8 @@ def _learner_and_batch(estimator: Any, x: Any, y: Any) -> tuple[Any, Batch]:
     if not isinstance(learner, (*AVERAGED, *(merge.kind for merge in _MERGES))):
         kinds = (*(merge.kind for merge in _MERGES), *AVERAGED)
         raise TypeError(
-            f"{type(learner).__name__} can be neither averaged nor merged over ranks; {_names(kinds)} "
-            "can"
+            f"{type(learner).__name__} can be neither averaged nor merged over ranks; "
+            f"{_names(kinds)} can"
         )
     known = getattr(learner, "n_features_in_", None)
     if isinstance(estimator, Pipeline) and len(estimator) > 1:
@@ -219,9 +219,9 @@ def _transformed(before: Pipeline, x: Any) -> Any:
     except NotFittedError:
         names = ", ".join(name for name, _ in before.steps)
         raise NotFittedError(
-            "the steps of a pipeline before the last must be fitted, alike on all ranks: call partial_fit of "
-            f"arraycomm.adapters.sklearn with each of them first ({names}), or pass them fitted by one rank "
-            "through bcast_object"
+            "the steps of a pipeline before the last must be fitted, alike on all ranks: call "
+            f"partial_fit of arraycomm.adapters.sklearn with each of them first ({names}), or pass "
+            "them fitted by one rank through bcast_object"
         ) from None
 
 

@@ -74,7 +74,7 @@ class Brought:
 
 
 def brought(estimator: BaseEstimator, batch: Batch, classes: Any, *, compare: bool) -> Brought:
-    """Describe an estimator and a batch; `compare` says whether what was learnt must be the same."""
+    """Describe an estimator and a batch; if `compare`, what was learnt must be the same."""
     params = estimator.get_params(deep=False)
     return Brought(
         type(estimator).__name__,
@@ -207,7 +207,7 @@ def digest(value: Any) -> str:
 
 
 def _content(memory: Any) -> Iterable[bytes]:
-    """Yield the bytes of an array; of a large one its sums by rows and by columns, which take less time."""
+    """Yield an array's bytes; of a large one its sums by rows and columns, which is quicker."""
     many = len(memory) // _ROW * _ROW
     if len(memory) < _LARGE:
         many = 0

@@ -77,8 +77,8 @@ def _components(estimator: Any, samples: int, features: int) -> int:
         return min(samples, features) if known is None else len(known)
     if known is None and estimator.n_components > samples:
         raise ValueError(
-            f"n_components={estimator.n_components} must be at most the samples of all ranks in the "
-            f"first call; got {samples}"
+            f"n_components={estimator.n_components} must be at most the samples of all ranks in "
+            f"the first call; got {samples}"
         )
     return int(estimator.n_components)
 
@@ -116,7 +116,7 @@ class ClustersMerge:
         )
 
     def merge(self, estimator: Any, increments: Sequence[Any]) -> None:
-        """Let the estimator learn from the mean of the samples next to each center, with their weight.
+        """Let the estimator learn the mean of the samples next to each center, with their weight.
 
         A mean is next to the same center as its samples, since what is next to a center is convex.
         """
@@ -128,7 +128,7 @@ class ClustersMerge:
         estimator.partial_fit(rows, sample_weight=counts.astype(centers.dtype))
 
     def finish(self, estimator: Any, batch: Batch) -> float:
-        """Label this rank's samples by the new centers; return the sum of their squared distances."""
+        """Label this rank's samples by the new centers; return the sum of squared distances."""
         estimator.labels_ = np.empty(0, np.int32)
         if not batch.samples:
             return 0.0
@@ -145,13 +145,14 @@ def check_no_reassignment(estimator: Any) -> None:
     """Raise if centers were to be replaced by samples, which other ranks have."""
     if estimator.reassignment_ratio > 0:
         raise ValueError(
-            "MiniBatchKMeans must not reassign centers, since the samples for them are spread over the "
-            f"ranks; got reassignment_ratio={estimator.reassignment_ratio}; pass reassignment_ratio=0"
+            "MiniBatchKMeans must not reassign centers, since the samples for them are spread over "
+            f"the ranks; got reassignment_ratio={estimator.reassignment_ratio}; pass "
+            "reassignment_ratio=0"
         )
 
 
 def initial_centers(estimator: Any, batch: Batch) -> Any:
-    """Return the centers to begin with, from this rank's samples if the estimator does not say them."""
+    """Return the centers to begin with: the estimator's `init`, or from this rank's samples."""
     init, clusters = estimator.init, estimator.n_clusters
     x = check_array(batch.X, accept_sparse="csr", dtype=_FLOATS)
     if not (isinstance(init, str) or callable(init)):

@@ -121,7 +121,8 @@ class CountsMerge:
         for part in parts:
             estimator.class_count_ += part.class_count_
             estimator.feature_count_ += part.feature_count_
-        # The probabilities follow from the counts in its own call, here of a sample without features.
+        # The probabilities follow from the counts in its own call, here of a sample without
+        # features.
         most = int(np.argmax(estimator.class_count_))
         estimator.class_count_[most] -= 1
         nothing = np.zeros((1, estimator.feature_count_.shape[1]))

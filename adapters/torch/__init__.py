@@ -1,4 +1,4 @@
-"""PyTorch: optimizers, differentiable collectives, batch norm and a data loader for several ranks."""
+"""PyTorch: distributed optimizers, differentiable collectives, batch norm and a data loader."""
 
 from __future__ import annotations
 
@@ -61,8 +61,9 @@ def check(optimizer: Any) -> None:
         raise ValueError("DistributedOptimizer: this optimizer is distributed already")
     if hasattr(optimizer, "clip_and_accumulate"):
         raise TypeError(
-            f"DistributedOptimizer: {type(optimizer).__name__} clips the gradients of single examples in its step, "
-            "and so makes of this rank's examples what it applies; use opacus.optimizers.DistributedDPOptimizer "
+            f"DistributedOptimizer: {type(optimizer).__name__} clips the gradients of single "
+            "examples in its step, and so makes of this rank's examples what it applies; use "
+            "opacus.optimizers.DistributedDPOptimizer "
             'over torch.distributed.init_process_group("arraycomm")'
         )
 
@@ -73,7 +74,7 @@ def check_shard(optimizer: torch.optim.Optimizer) -> None:
 
 
 def distribute(optimizer: torch.optim.Optimizer, gradients: Any) -> torch.optim.Optimizer:
-    """Reduce gradients by hooks on the parameters, and what is left before each step; collective."""
+    """Reduce gradients by hooks on the parameters, and the rest before each step; collective."""
     if gradients.rounds is not None and gradients.comm.size > 1:
         align(optimizer, gradients.comm)
     return _hooked(optimizer, gradients)
@@ -82,9 +83,10 @@ def distribute(optimizer: torch.optim.Optimizer, gradients: Any) -> torch.optim.
 def _hooked(
     optimizer: torch.optim.Optimizer, gradients: Any, owners: Sequence[int] = ()
 ) -> torch.optim.Optimizer:
-    """Return an optimizer with its hooks; `owners` are those of the parameters of a copy that is sharded."""
+    """Return an optimizer with its hooks; `owners` are those of a sharded copy's parameters."""
     steps = _Steps(optimizer, gradients, owners)
-    # The optimizer alone keeps these alive, without a circle: when it is gone, so are the reductions.
+    # The optimizer alone keeps these alive, without a circle: when it is gone, so are the
+    # reductions.
     itself = weakref.ref(optimizer)
     vars(optimizer)["add_param_group"] = partial(_add_param_group, itself)
     vars(optimizer)["__reduce_ex__"] = partial(_reduced, itself, gradients)
@@ -118,8 +120,8 @@ def no_sync(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
     Notes
     -----
-    Local: the ranks may run different numbers of backward passes inside. `.grad` is meanwhile what this
-    rank has accumulated; what had been reduced before is added at the next reduction.
+    Local: the ranks may run different numbers of backward passes inside. `.grad` is meanwhile what
+    this rank has accumulated; what had been reduced before is added at the next reduction.
 
     Examples
     --------
@@ -141,7 +143,8 @@ def no_sync(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     steps = _distributed.get(optimizer)
     if steps is None:
         raise ValueError(
-            "no_sync: this optimizer is not distributed; pass one that DistributedOptimizer returned"
+            "no_sync: this optimizer is not distributed; pass one that DistributedOptimizer "
+            "returned"
         )
     reducer = steps.reducer.in_backward
     before, reducer.syncing = reducer.syncing, False
@@ -164,9 +167,9 @@ def gather_state(optimizer: torch.optim.Optimizer, *, root: int = 0) -> dict[str
     Returns
     -------
     dict or None
-        On `root` what `state_dict()` of the optimizer would return if it were not sharded; None on the
-        other ranks. A plain optimizer can load it, and so can a sharded one on any number of ranks:
-        pass it to `load_state_dict` on every rank, which keeps this rank's part.
+        On `root` what `state_dict()` of the optimizer would return if it were not sharded; None on
+        the other ranks. A plain optimizer can load it, and so can a sharded one on any number of
+        ranks: pass it to `load_state_dict` on every rank, which keeps this rank's part.
 
     Raises
     ------
@@ -175,8 +178,8 @@ def gather_state(optimizer: torch.optim.Optimizer, *, root: int = 0) -> dict[str
 
     Notes
     -----
-    Collective. Each rank sends its part through host memory. Parts of the state that are where their
-    parameter is, such as on a GPU, are there in the result too.
+    Collective. Each rank sends its part through host memory. Parts of the state that are where
+    their parameter is, such as on a GPU, are there in the result too.
 
     Examples
     --------
@@ -258,8 +261,8 @@ class _Steps:
         if self._gradients.accumulate > 1:
             raise ValueError(
                 "DistributedOptimizer: gradients are accumulated over "
-                f"{self._gradients.accumulate} steps, which a closure, evaluated within one step, cannot "
-                "be; call step() without one, or pass accumulate=1"
+                f"{self._gradients.accumulate} steps, which a closure, evaluated within one step, "
+                "cannot be; call step() without one, or pass accumulate=1"
             )
         self._evaluating = True
         self.reducer.begin_evaluations()
@@ -286,7 +289,7 @@ class _Steps:
             self.reducer.end_evaluations()
 
     def follow(self, reduced: Any, settings: Settings) -> None:
-        """Take the step of ranks that have data, with their reduced gradients and hyperparameters."""
+        """Take the step of ranks with data: their reduced gradients and their hyperparameters."""
         optimizer = self._optimizer()
         if optimizer is None:
             return
@@ -345,7 +348,7 @@ def _add_param_group(itself: Any, param_group: dict[str, Any]) -> None:
 
 
 def _reduced(itself: Any, gradients: Any, protocol: Any) -> tuple[Any, ...]:
-    """Return what `copy` makes a copy of: torch leaves out hooks. `gradients` refuse to be pickled."""
+    """Return what `copy` copies: torch leaves hooks out. `gradients` refuse to be pickled."""
     optimizer = itself()
     kind: Any = type(optimizer)
     reduced: tuple[Any, ...] = kind.__reduce_ex__(optimizer, protocol)

@@ -1,7 +1,7 @@
 """What ranks tell one another before a differentiable call, so that their backward passes pair up.
 
-A backward pass of one rank meets those of the others. So before a call the ranks agree whether any of
-them differentiates it, and before its backward pass that all differentiate the same call.
+A backward pass of one rank meets those of the others. So before a call the ranks agree whether any
+of them differentiates it, and before its backward pass that all differentiate the same call.
 """
 
 from __future__ import annotations
@@ -110,15 +110,15 @@ def _check_same_call(comm: ac.Communicator, operation: str, states: list[CallSta
     shown = by_ranks([f"{_backward_of(number)} at {line}" for number, line in places])
     if min(calls) < 0:
         cause = (
-            "Some ranks make a forward call more than others: model.eval() may be missing where only some "
-            "ranks evaluate a model. Or the loss of some ranks does not depend on the result y of a call: "
-            "add 0 * y.sum() to it"
+            "Some ranks make a forward call more than others: model.eval() may be missing where "
+            "only some ranks evaluate a model. Or the loss of some ranks does not depend on the "
+            "result y of a call: add 0 * y.sum() to it"
         )
     else:
         cause = "The loss of every rank must depend on the result of every call, in the same order"
     raise ac.MismatchError(
-        f"{operation}: ranks must make the same calls, and differentiate the same calls, in the same "
-        f"order; got {shown}. {cause}"
+        f"{operation}: ranks must make the same calls, and differentiate the same calls, in the "
+        f"same order; got {shown}. {cause}"
     )
 
 
@@ -141,8 +141,8 @@ def _check_same_transforms(operation: str, states: list[CallState]) -> None:
         raise ac.MismatchError(
             f"{operation}: x must be in the same transforms of torch.func on every rank; it is in "
             f"{transforms} of them on the ranks, and requires gradients on ranks "
-            f"{_ranks(states, lambda state: state.requires_grad > 0)}. Compute x from the transformed "
-            "arguments on every rank"
+            f"{_ranks(states, lambda state: state.requires_grad > 0)}. Compute x from the "
+            "transformed arguments on every rank"
         )
     dual = _ranks(states, lambda state: state.has_tangent > 0)
     if dual and len(dual) < len(states):

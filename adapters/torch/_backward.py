@@ -30,7 +30,7 @@ class Backward:
     order : dict of int
         The parameters whose gradients were accumulated, in this order.
     repeated : bool
-        Whether a gradient may be accumulated more than once, so that none is complete before the end.
+        Whether a gradient may be accumulated more than once: none is complete before the end.
     late : bool
         Whether a gradient was accumulated after its reduction had started.
     waiting : list of int

@@ -18,9 +18,9 @@ from arraycomm.adapters.torch._collectives import Allgather, outside_graphs, rec
 class SyncBatchNorm(_BatchNorm):
     """Batch norm whose mean and variance are those of all ranks' batches together.
 
-    In training, output and gradients are those of one process with the whole batch, whatever part of
-    it each rank has; a rank may have none. In evaluation, a module with running statistics is the
-    same as `torch.nn.BatchNorm2d`, and does not communicate.
+    In training, output and gradients are those of one process with the whole batch, whatever part
+    of it each rank has; a rank may have none. In evaluation, a module with running statistics is
+    the same as `torch.nn.BatchNorm2d`, and does not communicate.
 
     Parameters
     ----------
@@ -33,8 +33,8 @@ class SyncBatchNorm(_BatchNorm):
 
     Notes
     -----
-    The input is a tensor of shape (N, C) or (N, C, *S), of floats; N and S may differ between ranks,
-    and N may be 0. Floats of 16 bits are averaged in float32. In training every rank makes
+    The input is a tensor of shape (N, C) or (N, C, *S), of floats; N and S may differ between
+    ranks, and N may be 0. Floats of 16 bits are averaged in float32. In training every rank makes
     the call, and raises `ValueError` if there are fewer than two elements of a channel on all ranks
     together.
 
@@ -120,8 +120,8 @@ class SyncBatchNorm(_BatchNorm):
     def __getstate__(self) -> dict[str, Any]:
         if self.comm is not None:
             raise TypeError(
-                "SyncBatchNorm: a module with a communicator of its own cannot be pickled; save its "
-                "state_dict(), or make it without comm, so that it uses world()"
+                "SyncBatchNorm: a module with a communicator of its own cannot be pickled; save "
+                "its state_dict(), or make it without comm, so that it uses world()"
             )
         return vars(self)
 
@@ -129,8 +129,8 @@ class SyncBatchNorm(_BatchNorm):
 def statistics(x: torch.Tensor, comm: ac.Communicator) -> tuple[torch.Tensor, torch.Tensor, int]:
     """Return mean and variance of each channel over all ranks, and its number of elements there.
 
-    The parts are put together as in Chan, Golub, LeVeque: Updating Formulae and a Pairwise Algorithm
-    for Computing Sample Variances, 1979.
+    The parts are put together as in Chan, Golub, LeVeque: Updating Formulae and a Pairwise
+    Algorithm for Computing Sample Variances, 1979.
     """
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     own = _own_statistics(wide)
@@ -139,8 +139,8 @@ def statistics(x: torch.Tensor, comm: ac.Communicator) -> tuple[torch.Tensor, to
     count = sum(counts)
     if count < 2:
         raise ValueError(
-            "SyncBatchNorm: training needs 2 elements of each channel or more on all ranks together; "
-            f"got {count}, and the shape {tuple(x.shape)} here"
+            "SyncBatchNorm: training needs 2 elements of each channel or more on all ranks "
+            f"together; got {count}, and the shape {tuple(x.shape)} here"
         )
     means, variances = record(Allgather(), own, comm, states).unbind(1)
     parts = torch.tensor(counts, dtype=wide.dtype, device=x.device)[:, None] / count
@@ -178,9 +178,9 @@ def convert_sync_batchnorm(
     Returns
     -------
     torch.nn.Module
-        The module, or what replaces it. New modules have the parameters, buffers, settings and hooks
-        of those that they replace, so an optimizer made before still works. A module that occurs
-        twice is replaced by one that does. Nothing is communicated.
+        The module, or what replaces it. New modules have the parameters, buffers, settings and
+        hooks of those that they replace, so an optimizer made before still works. A module that
+        occurs twice is replaced by one that does. Nothing is communicated.
 
     Raises
     ------
@@ -191,7 +191,8 @@ def convert_sync_batchnorm(
 
     Examples
     --------
-    >>> model = convert_sync_batchnorm(torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8)))
+    >>> layers = torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8)
+    >>> model = convert_sync_batchnorm(torch.nn.Sequential(*layers))
     """
     _check_module(module)
     places = [
@@ -216,8 +217,8 @@ def _check_module(module: Any) -> None:
     for path, found in module.named_modules():
         if isinstance(found, _LAZY):
             raise ValueError(
-                f"convert_sync_batchnorm: {path or 'module'} is a {type(found).__name__}, whose number "
-                "of channels is not known yet; call the module once first"
+                f"convert_sync_batchnorm: {path or 'module'} is a {type(found).__name__}, whose "
+                "number of channels is not known yet; call the module once first"
             )
 
 

@@ -58,7 +58,7 @@ class Buckets:
                 self.of[number] = bucket.index
 
     def agree(self, came: Sequence[int], *, repeated: bool) -> None:
-        """Divide the parameters in the order in which one rank's gradients came, unless that is done.
+        """Divide the parameters in the order of one rank's gradients, unless that is done.
 
         Collective, after the first round: of the ranks with the most gradients, the first decides.
         If any rank's came more than once, there is one bucket.
@@ -78,7 +78,7 @@ class Buckets:
         self._gradients.division = [bucket.numbers for bucket in self.all]
 
     def _cuts(self, order: Sequence[int], used: int) -> list[int]:
-        """Return the bucket of each parameter in order; those that are not used come with the last."""
+        """Return the bucket of each parameter in order; unused ones come with the last bucket."""
         limit = self._gradients.options["bucket_bytes"]
         index, nbytes, room, cuts = 0, 0, min(limit, _FIRST_BUCKET), []
         for number in order[:used]:

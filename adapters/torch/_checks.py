@@ -54,7 +54,7 @@ def check_owners(parameters: Parameters) -> None:
 
 
 def judge_stale(parameters: Parameters) -> bool:
-    """Find out which gradients are those of a step before, the same on all ranks; tell whether all are."""
+    """Find the gradients of an earlier step that all ranks still have; return whether all are."""
     pairs = list(zip(parameters.slots, parameters.grads, strict=True))
     mine = [grad if slot.is_stale(grad) else None for slot, grad in pairs]
     rows = _checksums(parameters, mine)
@@ -73,10 +73,10 @@ def compare(parameters: Parameters) -> None:
         number = int(differing.argmax())
         ranks = [rank for rank, row in enumerate(rows) if row[number] != rows[0, number]]
         raise ac.MismatchError(
-            "DistributedOptimizer: .grad was changed after backward() had reduced it, and is not the "
-            f"same on all ranks: that of parameter {number}, of shape "
-            f"{tuple(parameters.tensors[number].shape)}, on rank {ranks[0]} is not that on rank 0; compute "
-            "it from .grad and from values that are the same on all ranks"
+            "DistributedOptimizer: .grad was changed after backward() had reduced it, and is not "
+            f"the same on all ranks: that of parameter {number}, of shape "
+            f"{tuple(parameters.tensors[number].shape)}, on rank {ranks[0]} is not that on rank 0; "
+            "compute it from .grad and from values that are the same on all ranks"
         )
 
 

@@ -408,8 +408,8 @@ def bcast(
     Returns
     -------
     Tensor, shape S
-        A fresh tensor on every rank. The gradient of x is the sum of all ranks' gradients on `root`,
-        and zeros on the other ranks.
+        A fresh tensor on every rank. The gradient of x is the sum of all ranks' gradients on
+        `root`, and zeros on the other ranks.
 
     Notes
     -----

@@ -69,8 +69,8 @@ class DataLoader:
     -----
     `iter(loader)` is collective, and begins or continues the epoch as `batches` does: it yields
     named tuples `(items, weights)`. `items` is what `collate_fn` returns. `weights` is a tensor of
-    float32 in host memory, with 1 for each item, or 0 for the repeated items of "pad". `len(loader)`
-    is the number of batches, the same on every rank; it is local.
+    float32 in host memory, with 1 for each item, or 0 for the repeated items of "pad".
+    `len(loader)` is the number of batches, the same on every rank; it is local.
 
     A batch counts as consumed when the loop gets it, however many the workers have loaded by then.
     One loop at a time: another `iter(loader)` ends the one before.

@@ -1,12 +1,13 @@
 """Gradients of torch parameters, reduced over all ranks while a backward pass computes them.
 
 Two hooks on each parameter watch the accumulation of its gradient. The parameters are divided into
-buckets. The reduction of a bucket starts before the next gradient is accumulated, once all its own are there
-and the buckets before it have been started: all ranks start them in the same order. A rank without a core for
-that starts them all at the end of the pass, in this order too. What is left is started
-at the end of the backward pass, which waits for all. So `.grad` is reduced when `backward()` returns. If it
-raises, it waits as well, so that nothing is written to `.grad` afterwards: the gradients whose reduction had
-started are reduced, and the others are this rank's own.
+buckets. The reduction of a bucket starts before the next gradient is accumulated, once all its own
+are there and the buckets before it have been started: all ranks start them in the same order. A
+rank without a core for that starts them all at the end of the pass, in this order too. What is left
+is started at the end of the backward pass, which waits for all. So `.grad` is reduced when
+`backward()` returns. If it raises, it waits as well, so that nothing is written to `.grad`
+afterwards: the gradients whose reduction had started are reduced, and the others are this rank's
+own.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ class BackwardReducer:
             backward.note(slot.number, self._buckets.of[slot.number])
 
     def _enter(self, task: int) -> Backward:
-        """Return the backward pass that a pass of autograd belongs to; ask for a call at its end."""
+        """Return the backward pass of a pass of autograd; have autograd call back at its end."""
         enclosing = enclosing_node()
         if enclosing is None and self._backward and self._backward.outermost is not None:
             # An exception ended it, and autograd still keeps it.
@@ -177,8 +178,8 @@ class BackwardReducer:
         if self._backward is not None and _current_graph_task_id() != -1:
             self._gradients.fail(
                 RuntimeError(
-                    "DistributedOptimizer: step() was called inside backward(), before all gradients "
-                    "are reduced; call it after backward()"
+                    "DistributedOptimizer: step() was called inside backward(), before all "
+                    "gradients are reduced; call it after backward()"
                 )
             )
         self._abandon()
@@ -190,7 +191,7 @@ class BackwardReducer:
             self._abandon()
 
     def _abandon(self) -> None:
-        """Take over what an unfinished backward pass has started; its other gradients stay local."""
+        """Take over what an unfinished backward pass started; its other gradients stay local."""
         backward = self._backward
         if backward is None:
             return
@@ -213,8 +214,8 @@ class BackwardReducer:
 def saves_time(comm: ac.Communicator, parameters: Sequence[torch.Tensor]) -> bool:
     """Return whether a pass and its reductions take less time together than one after the other.
 
-    On one node, reductions are copies and sums. If no core is left for them, they hold up the passes
-    of all ranks by more than they take.
+    On one node, reductions are copies and sums. If no core is left for them, they hold up the
+    passes of all ranks by more than they take.
     """
     transport = group_of(comm).transport
     beside = comm.backend == "threads" or transport.local_size < transport.size
@@ -233,7 +234,7 @@ def _machine_cores() -> int:
 
 
 class _PassEnd:
-    """Called at the end of a backward pass; autograd drops it uncalled if an exception ends the pass."""
+    """Called at the end of a backward pass; autograd drops it uncalled if an exception ends it."""
 
     def __init__(self, at_end: Callable[[], None], at_error: Callable[[], None]) -> None:
         self._at_end, self._at_error = at_end, at_error

@@ -1,4 +1,4 @@
-"""What the step of a torch optimizer depends on: the same parameters in one order, and the same values of all."""
+"""The inputs of a torch optimizer's step: the same parameters, in one order, with equal values."""
 
 from __future__ import annotations
 
@@ -35,13 +35,7 @@ class StepInputs:
         Whether each rank has a part of the state.
     """
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        reducer: Any,
-        *,
-        is_sharded: bool,
-    ) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, reducer: Any, *, is_sharded: bool) -> None:
         self._optimizer, self._reducer = weakref.ref(optimizer), weakref.ref(reducer)
         self._is_sharded = is_sharded
         kind = type(optimizer)
@@ -110,7 +104,7 @@ def _values(settings: Iterable[Setting]) -> Iterator[tuple[str, Any]]:
 
 
 def _hyperparameters(optimizer: torch.optim.Optimizer | None) -> Iterator[Setting]:
-    """Return what the groups of parameters hold that is a number, text or None, and how to set it."""
+    """Yield each number, text and None in the groups of parameters, and its setter."""
     for number, group in enumerate(() if optimizer is None else optimizer.param_groups):
         yield f"the number of parameters of group {number}", len(group["params"]), _leave
         for key in sorted(group):
@@ -155,14 +149,14 @@ def _tensors(values: Any, name: str) -> Iterator[tuple[str, Any]]:
             yield from _tensors(value, f"{name}[{place}]")
 
 
-# The order of parameters ----------------------------------------------------------------------------
+# The order of parameters ------------------------------------------------------------------------
 
 
 def align(optimizer: torch.optim.Optimizer, comm: ac.Communicator) -> None:
     """Put the parameters in the order of rank 0, if names or values prove it; collective.
 
-    Python orders a set of names differently in each process. Parameters of one shape in another order would
-    be reduced with one another.
+    Python orders a set of names differently in each process. Parameters of one shape in another
+    order would be reduced with one another.
     """
     tensors = [p for group in optimizer.param_groups for p in group["params"]]
     groups = [n for n, group in enumerate(optimizer.param_groups) for _ in group["params"]]
@@ -201,14 +195,15 @@ def _check_groups(groups: Sequence[Sequence[int]], names: Sequence[str | None]) 
             called = names[number] or f"parameter {number}"
             raise ac.MismatchError(
                 f"DistributedOptimizer: {called} is in different groups: "
-                f"{by_ranks([f'group {group}' for group in ranks])}; make the same groups on every rank"
+                f"{by_ranks([f'group {group}' for group in ranks])}; make the same groups on every "
+                "rank"
             )
 
 
 def _names_of(
     optimizer: torch.optim.Optimizer, tensors: Sequence[torch.Tensor]
 ) -> list[str | None]:
-    """Return the names of parameters: those that the groups carry, or those in the outermost modules."""
+    """Return the parameters' names: those in the groups, else those in the outermost modules."""
     carried = [name for group in optimizer.param_groups for name in group.get("param_names", ())]
     if len(carried) == len(tensors):
         return carried

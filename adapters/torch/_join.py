@@ -1,4 +1,4 @@
-"""Gradients of torch parameters inside `join`: reduced by weight, and given to ranks without data."""
+"""Torch gradients inside `join`: reduced by weight, and given to ranks without data."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class JoinedSteps:
             parameters.forget_sent()
 
     def step(self) -> bool:
-        """Give the gradients of a step to ranks without data; tell whether the step can be taken."""
+        """Give a step's gradients to ranks without data; return whether the step can be taken."""
         if not self._has_reduced:
             self.reduce()
         grads = self._parameters.grads
@@ -47,8 +47,8 @@ class JoinedSteps:
             self._has_reduced = False
             self._gradients.fail(
                 RuntimeError(
-                    "DistributedOptimizer: step() was called after a join block with gradients of a "
-                    "backward() inside, which ranks without data do not have; call both inside, or both "
-                    "after the block"
+                    "DistributedOptimizer: step() was called after a join block with gradients of "
+                    "a backward() inside, which ranks without data do not have; call both inside, "
+                    "or both after the block"
                 )
             )

@@ -1,4 +1,4 @@
-"""The parameters of one torch optimizer: which of their gradients are reduced, and which are to be."""
+"""The parameters of one torch optimizer: whose gradients are reduced, and whose are to be."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Parameters:
         self.accumulated: Collection[int] = ()
 
     def adopt(self, groups: Sequence[dict[str, Any]], reducer: object) -> bool:
-        """Have the hooks of all parameters of these groups report to a reducer; tell whether some are new."""
+        """Have the hooks of these parameters report to a reducer; return whether any is new."""
         tensors = list({id(p): p for each in groups for p in each["params"]}.values())
         if list(map(id, tensors)) == list(map(id, self.tensors)):
             self._report_to(reducer, only_free=True)
@@ -171,21 +171,21 @@ def _check_gradient(grad: torch.Tensor, number: int) -> None:
     """Raise for a gradient that cannot be reduced."""
     if grad.requires_grad:
         raise TypeError(
-            f"the gradient of parameter {number} has a history (backward(create_graph=True)), which a "
-            "reduction over ranks would lose; use torch.autograd.grad(..., create_graph=True), which "
-            "leaves .grad alone, or no_sync(optimizer)"
+            f"the gradient of parameter {number} has a history (backward(create_graph=True)), "
+            "which a reduction over ranks would lose; use torch.autograd.grad(..., "
+            "create_graph=True), which leaves .grad alone, or no_sync(optimizer)"
         )
     if grad.layout is not torch.strided:
         raise TypeError(
-            f"the gradient of parameter {number} is of layout {grad.layout}, and only dense gradients "
-            "are reduced; make the layer with sparse=False"
+            f"the gradient of parameter {number} is of layout {grad.layout}, and only dense "
+            "gradients are reduced; make the layer with sparse=False"
         )
 
 
 def _changed_inside(number: int) -> RuntimeError:
     return RuntimeError(
-        f"DistributedOptimizer: the gradient of parameter {number} was changed inside backward(), before it "
-        "was reduced, as by a hook after its accumulation; change .grad after backward()"
+        f"DistributedOptimizer: the gradient of parameter {number} was changed inside backward(), "
+        "before it was reduced, as by a hook after its accumulation; change .grad after backward()"
     )
 
 

@@ -1,4 +1,4 @@
-"""The reducer of one torch optimizer: gradients are reduced in backward passes, and the rest in steps."""
+"""The reducer of one torch optimizer: it reduces in backward passes, and the rest in steps."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Reducer:
         parameters.finish_step()
 
     def _reduce_at_once(self) -> bool:
-        """Reduce all gradients now, because other ranks' frameworks cannot do so before the step."""
+        """Reduce all gradients now: other ranks' frameworks cannot do so before the step."""
         parameters = self._parameters
         check_unchanged(parameters, "and other ranks' frameworks have no gradients before that")
         try:

@@ -133,7 +133,7 @@ class BucketRounds:
             self._parameters.settle(reduced.leaves)
 
     def _hand_over(self, root: int) -> None:
-        """Give the gradients of a rank to all: it may have clipped them, others had none to clip."""
+        """Give a rank's gradients to all: it may have clipped them, others had none to clip."""
         grads, comm = self._parameters.grads, self._gradients.comm
         mine = grads if comm.rank == root else [None] * len(grads)
         self._parameters.replace(ac.allreduce_gradients(mine, "sum", comm=comm))

@@ -1,7 +1,8 @@
-"""Sharded torch optimizers: each rank keeps the state of its own parameters, and updates only these.
+"""Sharded torch optimizers: each rank keeps the state of its parameters, and updates only these.
 
-Torch's optimizers leave a parameter without a gradient alone. So in a step the gradients of the other
-ranks' parameters are put aside; afterwards they come back, and the parameters' new values are exchanged.
+Torch's optimizers leave a parameter without a gradient alone. So in a step the gradients of the
+other ranks' parameters are put aside; afterwards they come back, and the parameters' new values are
+exchanged.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ def check_per_parameter(optimizer: torch.optim.Optimizer) -> None:
         return
     if declared is not True:
         raise TypeError(
-            f"DistributedOptimizer: {_name(type(optimizer))} cannot be sharded: {_why(optimizer, declared)}; "
-            "pass shard=False"
+            f"DistributedOptimizer: {_name(type(optimizer))} cannot be sharded: "
+            f"{_why(optimizer, declared)}; pass shard=False"
         )
 
 
@@ -54,8 +55,8 @@ def _why(optimizer: torch.optim.Optimizer, declared: object) -> str:
     if isinstance(optimizer, torch.optim.SparseAdam):
         return "it takes sparse gradients, which are not reduced"
     return (
-        "only optimizers that update each parameter from its own gradient and state can be, and it is "
-        "not known to; if it does, set per_parameter = True in its class"
+        "only optimizers that update each parameter from its own gradient and state can be, and it "
+        "is not known to; if it does, set per_parameter = True in its class"
     )
 
 
@@ -100,7 +101,7 @@ class Sharding:
     def adopt(
         self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor], owners: Any = ()
     ) -> None:
-        """Divide parameters that have come over the ranks; `owners` are theirs, if they have any."""
+        """Divide new parameters over the ranks; `owners` are theirs, if they have any."""
         if list(map(id, parameters)) == list(map(id, self._parameters)):
             return
         self._parameters = list(parameters)
@@ -141,7 +142,7 @@ class Sharding:
 
     @torch.no_grad()
     def end(self) -> None:
-        """Exchange the parameters that the ranks have updated; collective, unless none had a gradient."""
+        """Exchange the updated parameters; collective, unless none had a gradient."""
         self.give_back()
         stepped, self._stepped = self._stepped, []
         updated = [self._parameters[number] for number in stepped]
@@ -159,8 +160,8 @@ class Sharding:
         if not self._is_gathering:
             raise RuntimeError(
                 "state_dict: this optimizer is sharded, so no rank has its whole state; call "
-                "arraycomm.adapters.torch.gather_state(optimizer) on all ranks for the whole state dict, "
-                "which load_state_dict takes on every rank; synchronize has no use here"
+                "arraycomm.adapters.torch.gather_state(optimizer) on all ranks for the whole state "
+                "dict, which load_state_dict takes on every rank; synchronize has no use here"
             )
 
     def keep_own(

@@ -3,10 +3,10 @@
 Before autograd adds to a gradient that has been reduced already, this is set aside as the *base*.
 Autograd then accumulates this rank's part alone, which is reduced and added to the base.
 
-A reduction writes only where autograd writes to a gradient that is there already, and to memory that
-nobody else has. Autograd makes a new `.grad` of what the backward pass hands it: a part of another
-gradient, if parameters were joined or added, or of a tensor that the program passed to `backward`. Such a
-gradient is copied first, and so is one that the program has assigned.
+A reduction writes only where autograd writes to a gradient that is there already, and to memory
+that nobody else has. Autograd makes a new `.grad` of what the backward pass hands it: a part of
+another gradient, if parameters were joined or added, or of a tensor that the program passed to
+`backward`. Such a gradient is copied first, and so is one that the program has assigned.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Slot:
         return self.reduced or self._is_result(grad)
 
     def is_stale(self, grad: torch.Tensor | None) -> bool:
-        """Return whether a gradient may be what was reduced in a step before, if its memory is the same.
+        """Return whether a gradient, by its memory, may be what an earlier step has reduced.
 
         Gradients may have been written into it since; torch counts not all ways to do so.
         """
@@ -92,7 +92,7 @@ class Slot:
         return self.reduced or self.is_stale(grad)
 
     def judge_stale(self, *, same: bool) -> None:
-        """Take a stale gradient as reduced, or, if the ranks' are not the same, as written by hand."""
+        """Take a stale gradient as reduced if all ranks' are the same, else as written by hand."""
         self.reduced = same
         if not same:
             self._result = None
@@ -127,7 +127,7 @@ class Slot:
         return self.base
 
     def set_aside(self, parameter: torch.Tensor) -> bool:
-        """Make autograd accumulate into a new `.grad`; tell whether the old one is being reduced."""
+        """Have autograd use a new `.grad`; return whether the old one is being reduced."""
         grad = parameter.grad
         if grad is not None and grad is self.sent:
             parameter.grad = None
@@ -179,7 +179,8 @@ class Slot:
     def send(self, grad: torch.Tensor) -> None:
         """Note that the reduction of a gradient has begun."""
         self.sent, self.sent_version = grad, writes_to(grad)
-        # What is written to one of two gradients in the same memory must not be reduced with the other.
+        # What is written to one of two gradients in the same memory must not be reduced with the
+        # other.
         self.shown = grad.clone() if _is_shared(grad) else grad
 
     def forget_sent(self) -> None:
@@ -242,7 +243,8 @@ def slot_of(parameter: torch.Tensor) -> Slot:
     if slot is None:
         slot = _slots[parameter] = Slot()
         if _may_have_gradient(parameter):
-            # Torch allows hooks only while gradients are required. They stay if a parameter is frozen.
+            # Torch allows hooks only while gradients are required. They stay if a parameter is
+            # frozen.
             frozen = not parameter.requires_grad
             if frozen:
                 parameter.requires_grad_(True)
@@ -281,7 +283,8 @@ def _after_accumulation(slot: Slot, parameter: torch.Tensor) -> None:
 def writes_to(grad: torch.Tensor) -> int:
     """Return how often the program has written to a gradient, or to others in the same memory.
 
-    Torch counts the writes to all of these together: those of autograd and of reductions are left out.
+    Torch counts the writes to all of these together: those of autograd and of reductions are left
+    out.
     """
     if grad.is_inference():
         return 0
@@ -296,7 +299,7 @@ def _written(tensor: torch.Tensor) -> int:
 
 
 def _leave_out(grad: torch.Tensor, before: int) -> None:
-    """Leave the writes since a number of them out of what `writes_to` returns for others in the same memory."""
+    """Leave writes since `before` out of what `writes_to` returns for others in the same memory."""
     if _is_shared(grad):
         memory = _memory_of(grad)
         _left_out[memory] = _left_out.get(memory, 0) + _written(grad) - before

@@ -1,7 +1,8 @@
 """torch.distributed over arraycomm: importing this module registers the backend "arraycomm".
 
 Under `mpiexec`, `init_process_group("arraycomm")` needs nothing else: the ranks are those of
-`arraycomm.init`. If something else numbers the ranks, as `torchrun` does, they have to be on one node.
+`arraycomm.init`. If something else numbers the ranks, as `torchrun` does, they have to be on one
+node.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def _register() -> None:
 
 
 def _with_our_groups(original: Any) -> Any:
-    """Return `monitored_barrier` that takes groups of this backend too: torch's refuses all but gloo's."""
+    """Return a `monitored_barrier` for this backend's groups too: torch's takes only gloo's."""
 
     @functools.wraps(original)
     def monitored_barrier(

@@ -144,7 +144,7 @@ class ArrayCommProcessGroup(_Base):  # type: ignore[misc]
         return work
 
     def _ready(self, prepare: Callable[..., T], *arguments: Any) -> T:
-        """Return what a call needs; if it cannot be prepared here, the other ranks' calls raise too."""
+        """Return what a call needs; if preparing it fails, the other ranks' calls raise too."""
         try:
             return prepare(*arguments)
         except Exception as error:
@@ -360,11 +360,7 @@ class ArrayCommProcessGroup(_Base):  # type: ignore[misc]
         with self._message_turn:
             request = self._messages.irecv(source, tag, out=out, status=status)
         return Message(
-            request,
-            self._message_turn,
-            tensors,
-            lambda: _written(tensors[0], out),
-            status,
+            request, self._message_turn, tensors, lambda: _written(tensors[0], out), status
         )
 
     def _by_ranks(self, x: torch.Tensor) -> torch.Tensor:
@@ -388,7 +384,7 @@ for _name in _ABSENT:
 
 
 def _seconds(timeout: timedelta | None) -> float | None:
-    """Return a timeout in seconds; None if it is not set, which torch says with less than nothing."""
+    """Return a timeout in seconds; None if it is not set, for which torch has a negative one."""
     seconds = 0.0 if timeout is None else timeout.total_seconds()
     return seconds if seconds > 0 else None
 
@@ -398,7 +394,7 @@ def _pairs(*lists: Sequence[Any]) -> list[Any]:
 
 
 def _reduction(opts: Any, *parts: torch.Tensor) -> tuple[str, torch.Tensor]:
-    """Return the name of a reduction, and the tensor that goes into it, made of several if need be."""
+    """Return a reduction's name and the tensor that goes into it, joined if there are several."""
     x = _plain(parts[0]) if len(parts) == 1 else _joined(*parts)
     op: Any = ReduceOp(ReduceOp.SUM) if opts is None else opts.reduceOp
     return _OPS[op.op], x * op.factor if op.op == ReduceOp.PREMUL_SUM else x
@@ -444,8 +440,8 @@ def _lengths(parts: Tensors) -> list[int]:
 def _check_lengths(got: Sequence[int], expected: Sequence[int]) -> None:
     if list(got) != list(expected):
         raise ValueError(
-            f"alltoall: the outputs must have the lengths that the ranks send; got {list(expected)} "
-            f"for {list(got)}"
+            "alltoall: the outputs must have the lengths that the ranks send; got "
+            f"{list(expected)} for {list(got)}"
         )
 
 

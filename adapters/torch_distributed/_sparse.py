@@ -1,4 +1,4 @@
-"""Sums of sparse tensors, as of the gradients of embeddings: each rank brings the elements it has."""
+"""Sums of sparse tensors, such as gradients of embeddings: each rank brings its own elements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the ranks of torch.distributed come together: the store, and the communicator of each group."""
+"""How the ranks of torch.distributed meet: the store, and the communicator of each group."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class _World:
 
 
 class _Made:
-    """What the groups of the same ranks have left: the communicators of destroyed ones, by number."""
+    """What groups of the same ranks have left: communicators of destroyed ones, by number."""
 
     def __init__(self) -> None:
         self.count = 0
         self.destroyed: dict[int, list[ac.Communicator]] = {}
 
     def free(self, comm: ac.Communicator) -> None:
-        """Free what all ranks have destroyed: each destroys a group when it likes, and frees in step."""
+        """Free what all ranks have destroyed: each destroys when it likes, and frees in step."""
         every = comm.allgather_object(list(self.destroyed))
         for number in sorted(set.intersection(*map(set, every))):
             for left in self.destroyed.pop(number):
@@ -45,7 +45,7 @@ _made: Final[dict[tuple[int, ...], _Made]] = {}
 
 
 def make_group(options: Any, _: Any = None) -> ArrayCommProcessGroup:
-    """Make a process group, as torch.distributed asks for it; its ranks call this at the same time."""
+    """Make a process group for torch.distributed; its ranks call this at the same time."""
     ranks = tuple(options.global_ranks_in_group)
     comm = _of_some(options, list(ranks)) if ranks else _of_all(options)
     if not ranks:
@@ -70,8 +70,8 @@ def _of_all(options: Any) -> ac.Communicator:
     world = ac.init()
     if world.size != size:
         raise ac.BackendUnavailableError(
-            f"init_process_group: torch.distributed has {size} ranks, but arraycomm has {world.size}; "
-            f"start the program with: arraycomm run -n {size} …"
+            f"init_process_group: torch.distributed has {size} ranks, but arraycomm has "
+            f"{world.size}; start the program with: arraycomm run -n {size} …"
         )
     numbered = world.split(0, rank)
     assert numbered is not None
@@ -122,7 +122,7 @@ Meeting = Iterator[tuple[Store, int, int]]
 
 
 def rendezvous_or(others: Callable[..., Meeting]) -> Callable[..., Meeting]:
-    """Return a rendezvous handler: arraycomm's own if nothing has numbered the ranks, else another."""
+    """Return a rendezvous handler: arraycomm's if nothing has numbered the ranks, else `others`."""
 
     def meet(url: str, timeout: timedelta = timedelta(minutes=30), **options: Any) -> Meeting:
         if "RANK" in os.environ or "rank=" in url:

@@ -41,8 +41,8 @@ class _Awaitable(Work):
         self.block(timeout.total_seconds() or None)
         if not self.finished():
             raise ac.CommTimeoutError(
-                f"wait: the work is not finished after {timeout.total_seconds():g} seconds; it goes on, "
-                "so wait again, or with a longer timeout"
+                f"wait: the work is not finished after {timeout.total_seconds():g} seconds; it "
+                "goes on, so wait again, or with a longer timeout"
             )
         if self._error is not None:
             # It may be raised more than once; where it came from is in the library.
@@ -117,7 +117,8 @@ class Call(_Awaitable):
     def get_future(self) -> torch.futures.Future[Any]:
         """Return a future of the tensors.
 
-        C++ sees the error of a future only if a callback has raised it: as a RuntimeError with its text.
+        C++ sees the error of a future only if a callback has raised it: as a RuntimeError with its
+        text.
         """
         with self._lock:
             if self._future is None:
@@ -181,8 +182,8 @@ class Lane:
 class Message(_Awaitable):
     """A message under way, which waits for no collective, and no collective for it.
 
-    `turn` is held by the thread that calls the communicator of the messages. `deliver` is called once,
-    when the message has come.
+    `turn` is held by the thread that calls the communicator of the messages. `deliver` is called
+    once, when the message has come.
     """
 
     def __init__(

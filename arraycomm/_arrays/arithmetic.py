@@ -1,7 +1,7 @@
 """Classes with arithmetic of their own: their elements mean more than their memory.
 
-A quantity has a unit, a masked array a mask. A sum of their memory would be a wrong number, and a copy of it
-would lose what it means. So they are refused by name, in every collective.
+A quantity has a unit, a masked array a mask. A sum of their memory would be a wrong number, and a
+copy of it would lose what it means. So they are refused by name, in every collective.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ def foreign_has_own(x: Any) -> bool:
 def refuse(x: Any, name: str) -> NoReturn:
     """Raise for an array whose class has arithmetic of its own."""
     raise TypeError(
-        f"{name} is {type_name(x)}, a class with arithmetic of its own: its memory does not say all "
-        f"that its elements mean (a unit, a mask); pass the plain array (such as {name}.value, {name}.magnitude, "
-        f"or torch.Tensor.as_subclass({name}, torch.Tensor)), and convert it to the same unit on all ranks before"
+        f"{name} is {type_name(x)}, a class with arithmetic of its own: its memory does not say "
+        f"all that its elements mean (a unit, a mask); pass the plain array (such as {name}.value, "
+        f"{name}.magnitude, or torch.Tensor.as_subclass({name}, torch.Tensor)), and convert it to "
+        "the same unit on all ranks before"
     )

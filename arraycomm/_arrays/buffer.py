@@ -26,8 +26,9 @@ class BufferView:
 
     # The elements in native byte order. They are the caller's own memory unless `copied`.
     array: Array
-    # The name of the framework of `source`. "python" and "numpy_scalar" are numbers, "numpy_record" is a
-    # record array, and "namespace" is an unknown type with an array API namespace. Other objects count as "numpy".
+    # The name of the framework of `source`. "python" and "numpy_scalar" are numbers, "numpy_record"
+    # is a record array, and "namespace" is an unknown type with an array API namespace. Other
+    # objects count as "numpy".
     framework: str
     # The caller's object.
     source: Any

@@ -1,7 +1,8 @@
 """The CUDA device that a thread works on, for as long as something is done there.
 
-CuPy's own context returns to the device before. In a thread that has used none, that is device 0, and
-since CUDA 12 to return there makes a context on it, in every process: hundreds of megabytes for each.
+CuPy's own context returns to the device before. In a thread that has used none, that is device 0,
+and since CUDA 12 to return there makes a context on it, in every process: hundreds of megabytes for
+each.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ def imported(name: str) -> Any:
 class working_on:  # noqa: N801
     """A context in which a device is the thread's current one.
 
-    Afterwards the one before is current again, unless this process does nothing on it. So a thread of
-    arraycomm's own stays on its device. A call enters several, so that this is no generator.
+    Afterwards the one before is current again, unless this process does nothing on it. So a thread
+    of arraycomm's own stays on its device. A call enters several, so that this is no generator.
     """
 
     __slots__ = ("_before", "_device")
@@ -59,7 +60,7 @@ def in_use(device: int) -> bool:
 
 
 def spare_captures() -> None:
-    """Let this thread ask CUDA while another one captures a graph, which that would end otherwise."""
+    """Let this thread ask CUDA without ending another thread's capture of a graph."""
     library = driver()
     if library is not None:
         library.cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(_RELAXED)))

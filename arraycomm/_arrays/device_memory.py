@@ -102,7 +102,7 @@ class Event(Protocol):
     """A point in the order of a stream."""
 
     def done(self) -> bool:
-        """Return whether the device has reached it. Raises `TransportError` for an error of CUDA."""
+        """Return whether the device has reached it; raise `TransportError` on an error of CUDA."""
 
     def wait_on(self, stream: int) -> None:
         """Have another stream wait for it; the host does not wait."""
@@ -114,7 +114,8 @@ class Event(Protocol):
 class DeviceMemory(abc.ABC):
     """The memory of one device, and the work on it, in the order of one stream.
 
-    A call has its own object, from `at`: its caller and the thread that pushes it on share no stream.
+    A call has its own object, from `at`: its caller and the thread that pushes it on share no
+    stream.
     """
 
     # The device's number.
@@ -142,7 +143,7 @@ class DeviceMemory(abc.ABC):
 
     @abc.abstractmethod
     def fold(self, op: str, dtype: DType, rows: Sequence[DeviceBuffer], out: DeviceBuffer) -> None:
-        """Do what `arraycomm._folds.fold` does. `out` may be the first row, but overlaps no other."""
+        """Fold as `arraycomm._folds.fold`. `out` may be the first row, but overlaps no other."""
 
     @abc.abstractmethod
     def prefixes(
@@ -152,7 +153,7 @@ class DeviceMemory(abc.ABC):
 
     @abc.abstractmethod
     def gather_pieces(self, pieces: Sequence[Piece], target: DeviceBuffer) -> None:
-        """Copy each piece's bytes to its offset in `target`, in as few kernel launches as possible."""
+        """Copy each piece to its offset in `target`, in as few kernel launches as possible."""
 
     @abc.abstractmethod
     def record(self) -> Event:
@@ -174,7 +175,7 @@ class DeviceMemory(abc.ABC):
         """
 
     def close(self) -> None:
-        """Give back the memory that is kept for the own stream, to which nothing is added any more."""
+        """Give back the memory kept for the own stream, to which nothing is added any more."""
 
     def separate(self) -> Self:
         """Return the memory of the same device with an own stream of its own."""

@@ -156,8 +156,8 @@ def unstaged_chunks(
     """Yield chunks of pinned memory for the caller to fill with the bytes of a device buffer.
 
     If a chunk comes with an event, it may be filled only after that. It must be full when the next
-    one is asked for, and is copied while the caller fills that one. After the last chunk, the device
-    buffer is complete in the order of the stream.
+    one is asked for, and is copied while the caller fills that one. After the last chunk, the
+    device buffer is complete in the order of the stream.
     """
     chunks, buffers = _halves(device_buffer, chunk_bytes, staging)
     copy = Copy(device_buffer.memory, staging)

@@ -34,8 +34,8 @@ def read_foreign(x: Any, name: str) -> BufferView:
     raise TypeError(
         f"{name} must be an array or a number; got {type_name(x)}, which has none of "
         "__dlpack__, __array_interface__, __cuda_array_interface__ and the buffer protocol; "
-        "convert it with numpy.asarray, use bcast_object or allreduce_tree, or, inside a tree, give its "
-        "class a method __arraycomm_tree__"
+        "convert it with numpy.asarray, use bcast_object or allreduce_tree, or, inside a tree, "
+        "give its class a method __arraycomm_tree__"
     )
 
 
@@ -113,7 +113,8 @@ def _by_buffer(x: Any, label: str) -> BufferView | None:
         array = np.asarray(memory)
     except (ValueError, TypeError, NotImplementedError) as error:
         raise BufferError(
-            f"{label} has elements of the format {memory.format!r}, which NumPy cannot read: {error}"
+            f"{label} has elements of the format {memory.format!r}, which NumPy cannot read: "
+            f"{error}"
         ) from error
     return _described(array, x, label)
 

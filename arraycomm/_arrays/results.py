@@ -18,7 +18,7 @@ _ALLOCATE: Final = {name: row.allocate for name, row in BY_NAME.items() if row.a
 
 
 def allocate_like(shape: tuple[int, ...], dtype: DType, like: BufferView) -> Array:
-    """Return new memory as `allocate` does, which `to_framework` takes over as the framework's own if it has its own."""
+    """Return memory as `allocate` does, or the framework's own, which `to_framework` takes over."""
     own = _ALLOCATE.get(like.framework) if like.device == CPU else None
     return allocate(shape, dtype) if own is None else own(shape, dtype)
 

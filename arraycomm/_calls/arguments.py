@@ -18,8 +18,8 @@ def check_counts(counts: Any, size: int, rows: int) -> list[int]:
         ) from None
     if len(found) != size or min(found) < 0 or sum(found) != rows:
         raise ValueError(
-            f"counts must be one length for each of the {size} ranks, {rows} in all, as x has rows; "
-            f"got {found}"
+            f"counts must be one length for each of the {size} ranks, {rows} in all, as x has "
+            f"rows; got {found}"
         )
     return found
 
@@ -36,7 +36,8 @@ def check_rows(source: BufferView, size: int) -> tuple[int, ...]:
     shape = source.shape
     if not shape or shape[0] != size:
         raise ValueError(
-            f"x must have one row for each of the {size} ranks, shape ({size}, …); got shape {shape}"
+            f"x must have one row for each of the {size} ranks, shape ({size}, …); got shape "
+            f"{shape}"
         )
     return shape[1:]
 
@@ -45,8 +46,8 @@ def check_axis(source: BufferView, otherwise: str) -> tuple[int, ...]:
     """Return the shape of the rows of an array that may have any number of them."""
     if not source.shape:
         raise ValueError(
-            "x must have an axis 0, whose length may differ between ranks; got a 0-d array, for which "
-            f"there is {otherwise}"
+            "x must have an axis 0, whose length may differ between ranks; got a 0-d array, for "
+            f"which there is {otherwise}"
         )
     return source.shape[1:]
 

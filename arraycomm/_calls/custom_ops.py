@@ -1,4 +1,4 @@
-"""`arraycomm.op`: reductions by a function of the user's, in the framework of the caller's array."""
+"""`arraycomm.op`: reductions by a user's function, in the framework of the caller's array."""
 
 from __future__ import annotations
 
@@ -113,11 +113,11 @@ class Folding:
             raise TypeError(f"{self._op.name} returned no array: {error}") from error
         if found.shape != shape or found.dtype != self._dtype:
             raise TypeError(
-                f"{self._op.name} must return shape {shape} and dtype {self._dtype}, as it was given; "
-                f"got shape {found.shape} and dtype {found.dtype}"
+                f"{self._op.name} must return shape {shape} and dtype {self._dtype}, as it was "
+                f"given; got shape {found.shape} and dtype {found.dtype}"
             )
         return np.ascontiguousarray(found.array)
 
     def together(self, attempt: Callable[[], Any] | None) -> Steps:
-        """Do what only some ranks do, and raise on all if it fails on one; return what it returns."""
+        """Do what only some ranks do, and return its result; raise on all if it fails on one."""
         return (yield from attempt_together(self._group, self._operation, attempt))

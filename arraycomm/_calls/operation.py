@@ -1,8 +1,9 @@
 """An operation: one rank's part in one collective, whole in one class.
 
 Its constructor checks the arguments and raises what is wrong with them. The runner then shows its
-signature, with its payload if that is small enough; `steps` moves the rest over a link; `result` hands
-the result to the caller. Operations decide nothing about when and over what they run: the runner does.
+signature, with its payload if that is small enough; `steps` moves the rest over a link; `result`
+hands the result to the caller. Operations decide nothing about when and over what they run: the
+runner does.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ from arraycomm._transports.base import Bytes, Flat, Steps
 class Context:
     """What the runner gives every operation: the group, and where the call's arrays are.
 
-    A call that is prepared again, because arrays of other ranks are elsewhere, is given its placement.
+    A call that is prepared again, because arrays of other ranks are elsewhere, is given its
+    placement.
     """
 
     group: Group
@@ -66,23 +68,22 @@ class Operation:
     # What errors and headers call it.
     name: ClassVar[str]
     code: ClassVar[int]
-    # Whether `steps` needs nothing from the header if the payload is too large for it, or if all arrays are
-    # on devices.
+    # Whether `steps` needs nothing from the header if the payload is too large for it, or if all
+    # arrays are on devices.
     header_independent: bool = False
     independent_on_devices: bool = False
     # Whether ranks whose trees differ get one another's details instead of an error.
     negotiable: bool = False
     # What the ranks compare.
     signature: Signature
-    # The encoded header, if that was worked out beforehand.
-    prefix: bytes | None = None
     # What travels with the header; set by the runner from `pack`.
     payload: Bytes | None = None
     # Where the result goes, on a rank that gets an array.
     target: ResultBuffer | None = None
-    # What the header announces, if the ranks may differ in it; of a tree, `MAX_DIMS` words more.
-    length: int = 0
-    further: Sequence[int] = ()
+    # What the header announces beside the signature, in which ranks may differ; of a tree,
+    # `MAX_DIMS` words more. See `_protocol/header.py` for what that is.
+    word: int = 0
+    further_words: Sequence[int] = ()
     # Bytes of the arrays passed, and copies made of them outside the transport.
     nbytes: int = 0
     copies: int = 0
@@ -96,7 +97,7 @@ class Operation:
         self.placement = context.host if placement is None else placement
 
     def pack(self, room: int) -> Bytes | None:
-        """Return what travels with the header, if it is at most `room` bytes; -1 is no room at all."""
+        """Return what travels with the header, if it fits in `room` bytes; -1 is no room at all."""
         return None
 
     def steps(self, agreement: Agreement) -> Steps:
@@ -123,7 +124,7 @@ class Operation:
 
 
 class ArrayOperation(Operation):
-    """An operation on one array a rank: the caller's is `source`, its elements in C order are `flat`."""
+    """An operation on one array a rank: `source`, the caller's, is `flat` in C order."""
 
     def __init__(self, context: Context, x: Any, op: Any = None) -> None:
         super().__init__(context, context.place(x, op))

@@ -92,7 +92,7 @@ class HostPlacement:
         return allocate(shape, dtype).reshape(-1)
 
     def commit(self, out: BufferView, flat: Flat, *, direct: bool) -> Any:
-        """Finish a write into `out`, directly or to be copied from `flat`; return the caller's array."""
+        """Finish a write into `out`, direct or copied from `flat`; return the caller's array."""
         with self.here_of(out) if type(out) is not BufferView else _HERE:
             if not direct:
                 np.copyto(out.array, flat.reshape(out.array.shape))
@@ -218,8 +218,8 @@ class Destination(NamedTuple):
 class ResultBuffer:
     """A result of this shape and dtype on its way to its destination.
 
-    `flat` is contiguous memory of the result's elements in C order. It is the caller's own memory if
-    that is contiguous, and the destination `takes` it.
+    `flat` is contiguous memory of the result's elements in C order. It is the caller's own memory
+    if that is contiguous, and the destination `takes` it.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """What a result is like if only another rank knows its dtype, and which dtypes it cannot have.
 
-A rank announces these dtypes in the free word of its header, so that all ranks raise before data moves, and
-no call has a further step to see whether its results were taken.
+A rank announces these dtypes in the free word of its header, so that all ranks raise before data
+moves, and no call has a further step to see whether its results were taken.
 """
 
 from __future__ import annotations
@@ -79,7 +79,8 @@ def check_taken(
         _refuse(rank, like, dtype)
     if refusing:
         error = PeerError(
-            f"{operation}: the framework of rank {refusing[0]} has no dtype {name_of(dtype)}, which "
+            f"{operation}: the framework of rank {refusing[0]} has no dtype {name_of(dtype)}, "
+            "which "
             "the result has; that rank raises the reason",
             rank=refusing[0],
         )

@@ -43,8 +43,8 @@ class ProcessBound:
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError(
-            f"a {type(self).__name__} cannot be pickled, since it stands for ranks of this process; "
-            f"{self._instead}"
+            f"a {type(self).__name__} cannot be pickled, since it stands for ranks of this "
+            f"process; {self._instead}"
         )
 
 

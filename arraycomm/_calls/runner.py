@@ -1,8 +1,8 @@
 """The runner: makes the calls of one communicator.
 
-It alone decides where the arrays of a call are communicated from, whether they travel with the header,
-and whether there is a header at all; and it begins the message of every argument error with the name of
-the operation.
+It alone decides where the arrays of a call are communicated from, whether they travel with the
+header, and whether there is a header at all; and it begins the message of every argument error with
+the name of the operation.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable, Generator
 from functools import lru_cache
 from typing import Any, Final, ParamSpec, Protocol
 
+from arraycomm._calls.fast_paths import FastPaths
 from arraycomm._calls.operation import Context, Operation
 from arraycomm._calls.placement import HostPlacement, Placements, StagedTreePlacement
 from arraycomm._calls.requests import Follow, Request, noting
@@ -20,7 +21,7 @@ from arraycomm._callsite import call_site, describe_raise, trim
 from arraycomm._errors import name_operation
 from arraycomm._protocol.agreement import Agreement, UndeliveredError, agree, fail_in_step
 from arraycomm._protocol.group import Group
-from arraycomm._protocol.header import Status, encode, show, with_words
+from arraycomm._protocol.header import encode, show, with_words
 from arraycomm._transports.base import Handle, Steps
 
 # Headers of calls that are made again and again.
@@ -36,7 +37,7 @@ class Guard(Protocol):
         """Raise on this rank alone if the other ranks cannot take part in a call of this name."""
 
     def substitute(self, operation: Any) -> Any:
-        """Return the class of operations to use for this one, or raise, so that all ranks hear of it."""
+        """Return the class of operations to use instead, or raise, so that all ranks hear of it."""
 
     def note_error(self, error: Exception) -> None:
         """Take note of an error that the other ranks hear of."""
@@ -64,6 +65,7 @@ class Runner:
         self.group = group
         self.placements = placements
         self.statistics = Statistics()
+        self.fast_paths = FastPaths(group, self.statistics)
         # Asked before every call; see `set_guard`.
         self.guard: Guard | None = None
         # That of the communicator that this one is a duplicate of.
@@ -74,11 +76,7 @@ class Runner:
         return self.call_within(None, operation, *args, **kwargs)
 
     def call_within(
-        self,
-        timeout: float | None,
-        operation: OperationClass[P],
-        *args: P.args,
-        **kwargs: P.kwargs,
+        self, timeout: float | None, operation: OperationClass[P], *args: P.args, **kwargs: P.kwargs
     ) -> Any:
         """Make a blocking call with a timeout of its own, or with the group's if that is None."""
         started = time.perf_counter()
@@ -198,7 +196,7 @@ class Runner:
         if deferred:
             # The header is checked later, in whichever thread.
             site = site or call_site()
-        show(group.control, operation.prefix or _prefix(operation), operation.payload)
+        show(group.control, _prefix(operation), operation.payload)
         signature, negotiable = operation.signature, operation.negotiable
         agreeing = agree(group.control, signature, negotiable=negotiable, site=site)
         if deferred:
@@ -236,7 +234,7 @@ class Runner:
         return operation.placement.run(_finished(operation, agreement))
 
     def _failing(self, name: str, errors: list[Exception], traceback: str) -> Steps:
-        """Take part in the others' call by raising in it; no frame of the traceback keeps the error."""
+        """Join the others' call by raising in it; no frame of the traceback keeps the error."""
         yield from self._tell(name, errors[0], traceback)
         raise errors.pop()
 
@@ -263,9 +261,9 @@ def _prefix(operation: Operation) -> bytes:
     """Return the header of a call."""
     payload = -1 if operation.payload is None else len(operation.payload)
     flag = operation.placement.device_flag
-    prefix = _encoded(operation.signature, payload, operation.length, Status.CALLING, flag)
-    further = operation.further
-    return with_words(prefix, operation.length, further) if further else prefix
+    prefix = _encoded(operation.signature, payload, device_flag=flag)
+    word, further = operation.word, operation.further_words
+    return with_words(prefix, word, further) if word or further else prefix
 
 
 def _finished(operation: Operation, agreement: Agreement) -> Steps:

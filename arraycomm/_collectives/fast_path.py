@@ -1,8 +1,9 @@
-"""The fast paths of reductions that were called before, if the native part is there.
+"""The fast paths of reductions (see `_calls/fast_paths.py`), if the native part is there.
 
-They do what a call does otherwise (view, header, movement, fold, result), with everything that depends only on
-operation, dtype and shape worked out beforehand. A small one is one call of the native part, which calls back if a
-rank is late, or if ranks call different things. If anything is unusual they hand over.
+They do what a call does otherwise (view, header, movement, fold, result), with everything that
+depends only on operation, dtype and shape worked out beforehand. A small one is one call of the
+native part, which calls back if a rank is late, or if ranks call different things. If anything is
+unusual they hand over.
 """
 
 from __future__ import annotations
@@ -14,14 +15,12 @@ from typing import Any, Final
 import numpy as np
 
 from arraycomm._arrays.buffer import Array, BufferView, allocate
-from arraycomm._arrays.frameworks import BY_NAME
 from arraycomm._arrays.results import allocate_like, commit_out, to_framework, view_out
-from arraycomm._arrays.views import NOTHING, view
+from arraycomm._arrays.views import view
 from arraycomm._calls.placement import Destination
 from arraycomm._calls.runner import Runner
 from arraycomm._calls.statistics import Count
 from arraycomm._collectives.reductions import Allreduce
-from arraycomm._collectives.shared_arrays import exist
 from arraycomm._errors import TransportError
 from arraycomm._folds import in_c
 from arraycomm._native import compiled
@@ -29,106 +28,60 @@ from arraycomm._protocol.agreement import agree
 from arraycomm._protocol.header import MAX_DIMS, Signature, encode
 from arraycomm._reduce import chunks
 from arraycomm._reduce.algorithms import allreduce
-from arraycomm._transports.control import SharedControl
 
 _CURRENT: Final = ("allreduce", None)
-_MAX_CACHED: Final = 1024
 
 
-class FastPaths:
-    """The fast paths of one communicator, by type, op, dtype and shape; the native part finds those of NumPy arrays by itself.
+def remember(runner: Runner, x: Any, op: str) -> None:
+    """Keep the fast path of a reduction that has just succeeded without it."""
+    # A guard has to see every call.
+    if runner.guard is not None:
+        return
+    with suppress(Exception):
+        keep(runner, (type(x), op, x.dtype, x.shape), x, op)
 
-    Attributes
-    ----------
-    again : callable or None
-        `again(x, op, out)` makes a call like one before and returns `out`, or does nothing and returns None. It is None
-        if the native part cannot make steps of the control channel: then there are no fast paths.
-    """
 
-    def __init__(self, runner: Runner) -> None:
-        self._runner = runner
-        self.paths: dict[tuple[Any, ...], FastPath | NoFastPath] = {}
-        control = runner.group.control
-        # Another class of control channel does more in a step.
-        shared = compiled is not None and type(control) is SharedControl
-        makes_steps = shared or control.native is not None
-        self._repeats: Any = compiled.Repeats(np.ndarray) if makes_steps else None
-        self.again = self._repeats and self._repeats.again
-        runner.statistics.fast_paths = self._counts
-        runner.group.on_end.append(self.forget)
-        runner.group.on_watch.append(self.forget)
-
-    def remember(self, x: Any, op: str) -> None:
-        """Keep the fast path of a reduction that has just succeeded without it."""
-        # A guard has to see every call.
-        if self._runner.guard is not None:
+def keep(runner: Runner, key: tuple[Any, ...], x: Any, op: str, note: str = "") -> None:
+    """Keep the fast path of a reduction by a key; ranks compare the note together with the op."""
+    group, paths = runner.group, runner.fast_paths
+    # An array on a device would be copied from there to be looked at.
+    if paths.repeats is None or not paths.may_keep or runner.placements.on_device(x):
+        return
+    large = getattr(x, "nbytes", 0) > group.inline_bytes
+    # Ranks that compare no headers go without one if their arrays are large.
+    if large and not group.options.check:
+        return
+    # An array that cannot be looked at a second time has no fast path.
+    with suppress(Exception):
+        source = view(x)
+        if len(source.shape) > MAX_DIMS or (source.copied and not large):
             return
-        with suppress(Exception):
-            self.keep((type(x), op, x.dtype, x.shape), x, op)
-
-    def keep(self, key: tuple[Any, ...], x: Any, op: str, note: str = "") -> None:
-        """Keep the fast path of a reduction by a key; ranks compare the note together with the op."""
-        group = self._runner.group
-        # A tracer has to see every call.
-        if self._repeats is None or group.tracer is not None:
-            return
-        # An array on a device would be copied from there to be looked at.
-        if self._runner.placements.on_device(x):
-            return
-        large = getattr(x, "nbytes", 0) > group.inline_bytes
-        # Ranks that compare no headers go without one if their arrays are large.
-        if large and not group.options.check:
-            return
-        # An array that cannot be looked at a second time has no fast path.
-        with suppress(Exception):
-            source = view(x)
-            if len(source.shape) > MAX_DIMS or group.closed is not None:
-                return
-            if source.copied and not large:
-                return
-            if len(self.paths) >= _MAX_CACHED:
-                self.forget()
-            if source.copied:
-                self.paths[key] = NoFastPath()
-                return
-            self.paths[key] = self._make(op, source, note, large=large)
-
-    def _make(self, op: str, source: BufferView, note: str, *, large: bool) -> FastPath:
-        """Make the fast path of arrays like that of a view."""
-        if large:
-            return LargeAllreduce(self._runner, op, source, note)
-        path = SmallAllreduce(self._runner, op, source, note)
-        if type(source.source) is np.ndarray and not note:
-            self._repeats.remember(op, path.exchange)
-        return path
-
-    def forget(self) -> None:
-        """Give up all fast paths; their figures are kept."""
-        self._runner.statistics.absorb(self._counts())
-        self.paths.clear()
-        if self._repeats is not None:
-            self._repeats.forget()
-
-    def _counts(self) -> list[Count]:
-        return [path.count() for path in self.paths.values()]
+        if source.copied:
+            paths.keep(key, NoFastPath())
+        elif large:
+            paths.keep(key, LargeAllreduce(runner, op, source, note))
+        else:
+            path = SmallAllreduce(runner, op, source, note)
+            paths.keep(key, path)
+            if type(x) is np.ndarray and not note:
+                paths.repeats.remember(op, path.exchange)
 
 
 class NoFastPath:
-    """Stands for large arrays that cannot be read where they are, so that they are not copied each time to see that."""
+    """Marks large arrays that cannot be read in place, so that none is copied just to see that."""
 
     def __call__(self, x: Any, out: Any) -> None:
         """Have the call made in full."""
 
-    def count(self) -> Count:
-        """Return that nothing was done."""
-        return Count("allreduce", 0, 0, 0.0)
+    def count(self) -> None:
+        """Count nothing."""
+
+    def free(self) -> None:
+        """Do nothing."""
 
 
-class FastPath:
-    """`allreduce` of one op, dtype and shape.
-
-    Calling it returns the result, or None if the call has to be made in full.
-    """
+class FastAllreduce:
+    """`allreduce` of one op, dtype and shape; see `FastPath`."""
 
     def __init__(
         self, runner: Runner, op: str, source: BufferView, note: str, *, inline: bool
@@ -160,17 +113,14 @@ class FastPath:
             nodes=control.native,
         )
 
-    def __call__(self, x: Any, out: Any) -> Any:
-        raise NotImplementedError
-
     def await_others(self) -> None:
         """Wait until every rank has posted this step, where the native part has stopped."""
-        self._control.resume()
+        self._control.go_on()
         self._watchdog.current = _CURRENT
         self._engine.wait_for(self._control.done, handle=self._control)
 
     def give_up(self, error: BaseException) -> None:
-        """End the group: the other ranks may have gone on from here, and no later call would fit theirs."""
+        """End the group: other ranks may have gone on, and no later call would fit theirs."""
         self._group.close(error)
         if isinstance(error, TransportError):
             self._watchdog.explain_failure(error)
@@ -180,21 +130,16 @@ class FastPath:
         agreeing = agree(self._control, self._signature)
         out[...] = self._runner.settle(agreeing, Allreduce, x, self._op, None)
 
-    def count(self) -> Count:
-        """Return what this path has done so far."""
-        raise NotImplementedError
+    def free(self) -> None:
+        """Do nothing: its memory goes with it."""
 
 
-class SmallAllreduce(FastPath):
+class SmallAllreduce(FastAllreduce):
     """The fast path of arrays that are small enough to travel with the header."""
 
     def __init__(self, runner: Runner, op: str, source: BufferView, note: str) -> None:
         super().__init__(runner, op, source, note, inline=True)
-        self._type = type(source.source)
-        self._numpy = self._type is np.ndarray
-        framework = BY_NAME[source.framework]
-        self._plain_memory, self._note_write = framework.plain_memory, framework.note_write
-        self._like = BufferView(NOTHING, source.framework, None, True)
+        self._numpy = type(source.source) is np.ndarray
 
     def __call__(self, x: Any, out: Any) -> Any:
         if self._numpy:
@@ -208,34 +153,6 @@ class SmallAllreduce(FastPath):
             ):
                 return None
             return out if self._reduce(x, out) else None
-        if self._plain_memory is not None and (out is None or type(out) is self._type):
-            own = self._plain_memory(x)
-            into = None if out is None else self._plain_memory(out)
-            if own is not None and (out is None or self._fits(into)):
-                return self._reduce_plain(own, into, out)
-        return self._reduce_viewed(x, out)
-
-    def _fits(self, into: Array | None) -> bool:
-        """Return whether a result can be written to this memory."""
-        return (
-            into is not None
-            and into.dtype == self._dtype
-            and into.shape == self._shape
-            and into.flags.carray
-        )
-
-    def _reduce_plain(self, own: Array, into: Array | None, out: Any) -> Any:
-        """Reduce plain memory into that of `out`, or into that of a new array."""
-        if into is None:
-            made = allocate_like(self._shape, self._dtype, self._like)
-            return to_framework(made, self._like) if self._reduce(own, made) else None
-        if not self._reduce(own, into):
-            return None
-        self._note_write(out)
-        return out
-
-    def _reduce_viewed(self, x: Any, out: Any) -> Any:
-        """Reduce arrays that have to be looked at more closely."""
         try:
             source = view(x)
             into = None if out is None else view_out(out, self._shape, self._dtype)
@@ -255,7 +172,7 @@ class SmallAllreduce(FastPath):
         return commit_out(into)
 
     def _reduce(self, x: Array, out: Array) -> bool:
-        """Reduce, unless another call is under way; tell whether that was done."""
+        """Reduce, unless another call is under way; return whether that was done."""
         reduced: bool = self.exchange.reduce(x if x.flags.c_contiguous else x.copy(), out)
         return reduced
 
@@ -264,7 +181,7 @@ class SmallAllreduce(FastPath):
         return Count("allreduce", calls, calls * self._nbytes, seconds)
 
 
-class LargeAllreduce(FastPath):
+class LargeAllreduce(FastAllreduce):
     """The fast path of arrays whose elements move after the header."""
 
     def __init__(self, runner: Runner, op: str, source: BufferView, note: str) -> None:
@@ -293,7 +210,7 @@ class LargeAllreduce(FastPath):
         return to_framework(target, source) if into is None else commit_out(into)
 
     def _is_plain(self, x: Array, out: Array) -> bool:
-        """Return whether arrays need not be looked at more closely: x has the dtype and the shape of this path."""
+        """Return whether arrays need no closer look: x has the dtype and the shape of this path."""
         return (
             out.dtype == self._dtype
             and out.shape == self._shape
@@ -304,12 +221,12 @@ class LargeAllreduce(FastPath):
         )
 
     def _reduce(self, x: Array, out: Array) -> bool:
-        """Reduce, unless another call is under way; tell whether that was done."""
+        """Reduce, unless another call is under way; return whether that was done."""
         if not self._turn.acquire(False):
             return False
         try:
             # Arrays that ranks share go another way if they lie at the same place.
-            if self._engine.queue or self._group.closed is not None or exist(self._link):
+            if self._engine.queue or self._group.closed is not None or self._link.shares_arrays:
                 return False
             try:
                 chunks.reserve(self._link, self._nbytes)

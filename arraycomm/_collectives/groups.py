@@ -39,7 +39,7 @@ ENDED_BY_ERROR: Final = -1 << 63
 
 @contextmanager
 def interrupts_deferred() -> Iterator[None]:
-    """Let Ctrl-C interrupt this thread only at the end of the block; a second one is not deferred."""
+    """Defer Ctrl-C in this thread to the end of the block; a second one is not deferred."""
     handler = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(handler):
         # Python interrupts no other thread.
@@ -63,7 +63,7 @@ def interrupts_deferred() -> Iterator[None]:
 
 
 class SmallExchange(Operation):
-    """An operation that is finished with its header; it returns every rank's data, of one length."""
+    """An operation finished with its header; it returns every rank's data, of one length."""
 
     def __init__(self, context: Context, op: str | None = None, data: bytes = b"") -> None:
         super().__init__(context)
@@ -98,7 +98,7 @@ class Split(SmallExchange):
 
 
 class _AllOf(SmallExchange):
-    """Tells all ranks which of the hidden duplicates each can let go; the result is which all can."""
+    """Finds the hidden duplicates that all ranks can let go: each tells which it can."""
 
     def __init__(self, context: Context, op: str | None, mask: int) -> None:
         super().__init__(context, op, mask.to_bytes(_MOST // 8, "little"))
@@ -135,7 +135,8 @@ class Dup(_AllOf):
 class Confirm(SmallExchange):
     """Tells all ranks that this one is about to make its part of a new group.
 
-    The others wait for it inside MPI then, where no error reaches them: so a rank that has no memory for it raises here.
+    The others wait for it inside MPI then, where no error reaches them: so a rank that has no
+    memory for it raises here.
     """
 
     name = "new communicator"
@@ -197,10 +198,7 @@ def split_by_node(runner: Runner) -> Runner:
 
 
 def dup(
-    runner: Runner,
-    options: dict[str, Any],
-    operation: OperationClass[...] = Dup,
-    *arguments: Any,
+    runner: Runner, options: dict[str, Any], operation: OperationClass[...] = Dup, *arguments: Any
 ) -> Runner:
     """Return the runner of a group of the same ranks, with these options instead of the old ones.
 
@@ -216,7 +214,7 @@ def dup(
 
 
 def hide(shared: Runner, made: Runner, used: object) -> None:
-    """Let a duplicate be freed with the group that it was made of, or once no rank has what it is used by."""
+    """Let a duplicate be freed with the group it was made of, or once no rank has its user."""
     shared.group.hidden.append((made.group, weakref.ref(used)))
 
 
@@ -275,8 +273,8 @@ def shrink(runner: Runner) -> Runner:
     transport = group.transport.shrink()
     if transport is None:
         raise BackendUnavailableError(
-            f"shrink: the transport {group.backend!r}, as it was started, does not outlive the death "
-            "of a process; start the program with Open MPI's mpiexec --with-ft ulfm"
+            f"shrink: the transport {group.backend!r}, as it was started, does not outlive the "
+            "death of a process; start the program with Open MPI's mpiexec --with-ft ulfm"
         )
     made = Group(transport, group.options, f"{group.name}/shrunk")
     for member in list(group.related):
@@ -289,7 +287,8 @@ def shrink(runner: Runner) -> Runner:
 def warn_of_messages(operation: str, lost: int) -> None:
     """Warn of messages that wait for a receive that nobody makes.
 
-    Their transport is not freed: MPI could hand them to the receives of one made later in its place.
+    Their transport is not freed: MPI could hand them to the receives of one made later in its
+    place.
     """
     warnings.warn(
         f"{operation}: {lost} of the messages that were sent have never been received",

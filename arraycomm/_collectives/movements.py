@@ -13,13 +13,7 @@ from arraycomm._calls.arguments import check_root, check_rows
 from arraycomm._calls.attempts import take_together
 from arraycomm._calls.operation import ArrayOperation, Context, Operation
 from arraycomm._calls.placement import Destination, ResultBuffer, flatten
-from arraycomm._calls.refusals import (
-    announced,
-    check_taken,
-    framework_code,
-    like_root,
-    wanted_kind,
-)
+from arraycomm._calls.refusals import announced, check_taken, framework_code, like_root, wanted_kind
 from arraycomm._dtypes import DType
 from arraycomm._protocol.agreement import Agreement
 from arraycomm._protocol.announced import check_payload, malformed
@@ -37,7 +31,7 @@ def join_inline(agreement: Agreement, bounds: list[int], target: Array) -> None:
         part[...] = agreement.payload(rank, part.nbytes).view(part.dtype)
 
 
-# From one rank to all ------------------------------------------------------------------------------
+# From one rank to all ---------------------------------------------------------------------------
 
 
 class FromRoot(Operation):
@@ -78,7 +72,7 @@ class FromRoot(Operation):
 
     def _prepare_other(self, x: Any, like: Any, out: Any) -> None:
         self.kind = wanted_kind(x, like, out)
-        self.length = announced(self.kind)
+        self.word = announced(self.kind)
         known = self.placement.view_known(x, out)
         if known is None:
             self._sign()
@@ -153,7 +147,7 @@ class Bcast(FromRoot):
     whole = True
 
     def part_of_root(self) -> tuple[int, ...]:
-        self.length = framework_code(self.source)
+        self.word = framework_code(self.source)
         return self.source.shape
 
     def move(self, payload: Bytes | None, dtype: DType, shape: tuple[int, ...]) -> Steps:
@@ -191,7 +185,7 @@ class Scatter(FromRoot):
             into[...] = payload.view(into.dtype)[part]
 
 
-# From all ranks to one, or to all ------------------------------------------------------------------
+# From all ranks to one, or to all ---------------------------------------------------------------
 
 
 class Allgather(ArrayOperation):
@@ -228,7 +222,7 @@ class Gather(Allgather):
         super().__init__(context, x, out, check_root(root, context.group.size))
 
 
-# From all ranks to all -----------------------------------------------------------------------------
+# From all ranks to all --------------------------------------------------------------------------
 
 
 class Alltoall(ArrayOperation):

@@ -20,7 +20,7 @@ from arraycomm._messages.messages import Messenger
 # The runner trims errors itself.
 @entries(trimmed=True)
 class NonblockingCalls(ProcessBound):
-    """The `i…` methods of a communicator: each starts the call of that name, and returns a request."""
+    """The `i…` methods of a communicator: each starts that call, and returns a request."""
 
     _runner: Runner
     _messenger: Messenger
@@ -62,13 +62,7 @@ class NonblockingCalls(ProcessBound):
         return self._runner.start(Scatter, x, root, like, out)
 
     def iscatterv(
-        self,
-        x: Any = None,
-        counts: Any = None,
-        root: int = 0,
-        *,
-        like: Any = None,
-        out: Any = None,
+        self, x: Any = None, counts: Any = None, root: int = 0, *, like: Any = None, out: Any = None
     ) -> Request:
         """Start `scatterv`; leave `x` and `out` alone until the request is finished."""
         return self._runner.start(Scatterv, x, counts, root, like, out)

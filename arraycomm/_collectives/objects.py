@@ -80,7 +80,7 @@ class ObjectOperation(Operation):
         self.data, self.root = data, root
         self.received: list[Bytes] = []
         self.signature = Signature(self.name, None, root)
-        self.nbytes = self.length = len(data)
+        self.nbytes = self.word = len(data)
 
     def pack(self, room: int) -> Bytes | None:
         return self.data if len(self.data) <= room else None

@@ -68,12 +68,13 @@ class Allreduce(Reduction):
         super().__init__(context, x, op)
         self.target = self.make_target(self.source.shape, out)
         link = self.placement.link
-        if self.placement.host and isinstance(op, str) and shared_arrays.exist(link):
+        if self.placement.host and isinstance(op, str) and link.shares_arrays:
             self.header_independent = False
-            self.length = shared_arrays.place_of(link, self.flat, self.target.flat)
+            self.word = shared_arrays.place_of(link, self.flat, self.target.flat)
 
     def steps(self, agreement: Agreement) -> Steps:
-        if self.payload is None and shared_arrays.same_place(self.length, agreement):
+        may_be_shared = self.payload is None and self.word != 0
+        if may_be_shared and shared_arrays.same_place(self.word, agreement):
             return shared_arrays.allreduce(self.placement.link, self.flat, self.into, str(self.op))
         return super().steps(agreement)
 

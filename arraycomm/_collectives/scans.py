@@ -67,7 +67,8 @@ def prefixes(link: Link, source: Flat, target: Flat | None, op: str, inclusive: 
         link.prefixes(op, source.dtype, rows_of(rows, size), rows_of(outs, size))
 
     def after(number: int) -> Handle:
-        # Exclusive, prefix r belongs to rank r + 1; the last belongs to nobody, and rank 0 gets none.
+        # Exclusive, prefix r belongs to rank r + 1; the last belongs to nobody, and rank 0 gets
+        # none.
         lengths = [counts[number] if rank or inclusive else 0 for rank in range(size)]
         outs = in_order(parts(number)[1][: sum(lengths)], lengths)
         into = nothing(link) if target is None else blocks_of(target, cuts[number])

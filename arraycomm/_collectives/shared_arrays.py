@@ -1,9 +1,9 @@
 """Arrays in memory that all ranks share, made by `empty`: ranks reduce them where they lie.
 
-`empty` makes a block of memory with a row for each rank, and every rank maps all of it. If the arrays of
-all ranks lie at the same place of their rows, the ranks fold them straight out of one another's rows. Each
-header carries that place, as a digest, in its free word. If not all words are the same, or one is 0, the
-ranks reduce the arrays as they reduce others.
+`empty` makes a block of memory with a row for each rank, and every rank maps all of it. If the
+arrays of all ranks lie at the same place of their rows, the ranks fold them straight out of one
+another's rows. Each header carries that place, as a digest, in its free word. If not all words are
+the same, or one is 0, the ranks reduce the arrays as they reduce others.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from arraycomm._protocol.header import Signature, digest
 from arraycomm._reduce.segment import share
 from arraycomm._transports.base import Bytes, Flat, Link, Steps, Transport
 
-# Bytes that are folded at a time: they stay in the level-2 cache until they are copied to where they go.
+# Bytes that are folded at a time: they stay in the level-2 cache until they are copied to where
+# they go.
 _CHUNK_BYTES: Final = 512 << 10
 # More ranks than these do not fold everything each.
 _MAX_WHOLE_FOLDS: Final = 3
@@ -42,7 +43,8 @@ _MAX_WHOLE_FOLDS: Final = 3
 class _Block(NamedTuple):
     """The memory of one call of `empty`: bytes, shape (size, length of a row).
 
-    `start` is the address of this rank's row, and `native` is whether all ranks have the native part.
+    `start` is the address of this rank's row, and `native` is whether all ranks have the native
+    part.
     """
 
     rows: Bytes
@@ -54,7 +56,8 @@ class _Blocks:
     """The blocks of one group."""
 
     def __init__(self) -> None:
-        # Those of which this rank still has an array, by their number, which is the same on all ranks.
+        # Those of which this rank still has an array, by their number, which is the same on all
+        # ranks.
         self.alive: dict[int, _Block] = {}
         self._made = 0
 
@@ -86,13 +89,8 @@ class _Blocks:
         return list(rows.view(flat.dtype))
 
 
-def exist(link: Link) -> bool:
-    """Return whether `empty` has shared memory on this group; every rank gets the same answer."""
-    return _Blocks in link.kept
-
-
 def place_of(link: Link, source: Flat, target: Flat) -> int:
-    """Return a digest of where an array and its result lie; 0 if they are to be reduced as others."""
+    """Return a digest of where an array and its result lie; 0 if they are reduced as others."""
     found = link.kept[_Blocks].find(source) if holds(link, source) else None
     if found is None:
         return 0
@@ -104,21 +102,20 @@ def place_of(link: Link, source: Flat, target: Flat) -> int:
 
 def holds(link: Link, source: Flat) -> bool:
     """Return whether an array lies in memory that the ranks of this group share."""
-    return (
-        _Blocks in link.kept and source.nbytes > 0 and link.kept[_Blocks].find(source) is not None
-    )
+    return link.shares_arrays and source.nbytes > 0 and link.kept[_Blocks].find(source) is not None
 
 
 def same_place(place: int, agreement: Agreement) -> bool:
     """Return whether the arrays of all ranks lie at this place."""
-    return place != 0 and all(other == place for other in agreement.free_words())
+    return all(other == place for other in agreement.free_words())
 
 
 def allreduce(link: Link, source: Flat, target: Flat, op: str) -> Steps:
     """Fold all ranks' `source`, which lie at one place, into every rank's `target`.
 
-    A rank folds one slice, for all ranks, if the targets lie at one place too, and everything if not. The
-    headers have told it that all ranks are here; a step tells it that they need its memory no more.
+    A rank folds one slice, for all ranks, if the targets lie at one place too, and everything if
+    not. The headers have told it that all ranks are here; a step tells it that they need its memory
+    no more.
     """
     blocks, dtype, count = link.kept[_Blocks], source.dtype, len(source)
     rows, outs, own = blocks.rows(source), [target], range(count)
@@ -170,6 +167,7 @@ class Empty(Operation):
         memory, native = yield from share(transport, nbytes if nbytes <= _node_bytes() else 0)
         if memory is None:
             return
+        transport.shares_arrays = True
         blocks = transport.kept.setdefault(_Blocks, _Blocks())
         row = blocks.add(memory, transport.rank, transport.size, native=native)
         self._array = np.ndarray(self._shape, self._dtype, row)
@@ -199,10 +197,10 @@ class MakesSharedArrays:
         shape : int or tuple of int
             The shape; the same on every rank.
         dtype : dtype or str
-            The dtype, such as `numpy.float32`, `torch.bfloat16` or "float8_e5m2"; the same on every rank.
+            Such as `numpy.float32`, `torch.bfloat16` or "float8_e5m2"; the same on every rank.
         like : array, optional
-            An array in host memory, whose framework the new one has; NumPy's by default. A JAX array
-            cannot be written: take one of NumPy, and `arraycomm.exchange` once it is filled.
+            An array in host memory, whose framework the new one has; NumPy's by default. A JAX
+            array cannot be written: take one of NumPy, and `arraycomm.exchange` once it is filled.
 
         Returns
         -------
@@ -213,23 +211,25 @@ class MakesSharedArrays:
         Raises
         ------
         TypeError, ValueError, MemoryError
-            An argument is wrong, `like` is on a device, its framework lacks the dtype, or the array is
-            larger than the node's memory; the other ranks raise `PeerError`.
+            An argument is wrong, `like` is on a device, its framework lacks the dtype, or the array
+            is larger than the node's memory; the other ranks raise `PeerError`.
         MismatchError
             Shapes or dtypes differ between ranks.
 
         Notes
         -----
-        If every rank passes such an array to `allreduce` or `iallreduce` of this communicator, or the same
-        part of one, and its `out` lies in such an array too (which may be `x` itself), each rank folds a
-        slice straight out of the memory of all ranks, into that of all. The result has the same bits as
-        with other arrays. Without such an `out`, up to 3 ranks that have the native part fold straight
-        out of shared memory as well. All other calls take these arrays as they take any.
+        If every rank passes such an array to `allreduce` or `iallreduce` of this communicator, or
+        the same part of one, and its `out` lies in such an array too (which may be `x` itself),
+        each rank folds a slice straight out of the memory of all ranks, into that of all. The
+        result has the same bits as with other arrays. Without such an `out`, up to 3 ranks that
+        have the native part fold straight out of shared memory as well. Other calls take these
+        arrays as any.
 
-        An array of up to 1 MiB (less with more than 3 ranks), which travels with the header, is ordinary memory. So is every array if
-        the ranks cannot share memory: between nodes, or with one process alone. With `check=False`, ranks
-        compare their calls of `allreduce` of large arrays from now on all the same. After an error in a
-        call, its `out` may still be written by other ranks until their calls have ended too.
+        An array of up to 1 MiB (less with more than 3 ranks), which travels with the header, is
+        ordinary memory. So is every array if the ranks cannot share memory: between nodes, or with
+        one process alone. With `check=False`, ranks compare their calls of `allreduce` of large
+        arrays from now on all the same. After an error in a call, its `out` may still be written by
+        other ranks until their calls have ended too.
         """
         return self._runner.call_within(timeout, Empty, shape, dtype, like)
 
@@ -259,7 +259,8 @@ def _checked_like(like: Any, dtype: DType, *, on_host: bool) -> BufferView:
         raise TypeError(f"like must be an array; got {like!r}")
     if found.device != CPU or not on_host:
         raise ValueError(
-            "like must be in host memory, since ranks share no other; leave it out, or pass an array on the host"
+            "like must be in host memory, since ranks share no other; leave it out, or pass an "
+            "array on the host"
         )
     # Raises if the framework lacks the dtype.
     to_framework(allocate((0,), dtype), found)

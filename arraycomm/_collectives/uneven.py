@@ -48,7 +48,7 @@ class Scatterv(Scatter):
         if not self.is_root or self.description is not None:
             return None
         # Says that the rows are there as well.
-        self.length = int(self.table.nbytes + self.flat.nbytes <= room)
+        self.word = int(self.table.nbytes + self.flat.nbytes <= room)
         return _pack_table(self, room)
 
     def move(self, payload: Bytes | None, dtype: DType, shape: tuple[int, ...]) -> Steps:
@@ -84,7 +84,7 @@ class OfAnyLength(ArrayOperation):
         self.root, self._out, self._return_counts = root, out, return_counts
         self.row = check_axis(self.source, self.same_length)
         self.signature = self.sign(None, root, (ANY, *self.row))
-        self.length = self.source.shape[0]
+        self.word = self.source.shape[0]
         self.copies += 1
 
     def take(self, *, must_not_alias: bool) -> None:
@@ -146,7 +146,7 @@ class Alltoallv(OfAnyLength):
         self, context: Context, x: Any, counts: Any, return_counts: bool, out: Any
     ) -> None:
         super().__init__(context, x, return_counts, out)
-        self.counts = check_counts(counts, self.group.size, self.length)
+        self.counts = check_counts(counts, self.group.size, self.word)
         self.table = np.array(self.counts, np.int64)
 
     def pack(self, room: int) -> Bytes | None:
@@ -156,7 +156,7 @@ class Alltoallv(OfAnyLength):
         group, elements, dtype = self.group, prod(self.row), self.flat.dtype
         tables, data = yield from self._tables(agreement, elements * dtype.itemsize)
         for rank, counts in enumerate(tables.tolist()):
-            check_table(rank, counts, self.lengths[rank])
+            check_table(rank, counts, self.words[rank])
             check_size(rank, [counts[group.rank]], elements * dtype.itemsize)
         self.received = tables[:, group.rank].tolist()
         if data is None:
@@ -179,7 +179,7 @@ class Alltoallv(OfAnyLength):
     def _tables(self, agreement: Agreement, row_bytes: int) -> Steps:
         """Return how many rows each rank sends to each, and their data if it came along."""
         group, width, lengths = self.group, self.table.nbytes, agreement.lengths()
-        self.lengths = lengths
+        self.words = lengths
         tables = np.empty((group.size, group.size), np.int64)
         if width > group.inline_bytes:
             tables[group.rank] = self.table

@@ -101,7 +101,7 @@ def number_of(x: Any) -> int | None:
 
 
 def check_stream(x: Any) -> None:
-    """Raise if calls of a device array cannot take their place in the framework's current stream."""
+    """Raise if calls of a device array cannot be ordered in the framework's current stream."""
     framework, device = framework_of(x), device_of(x)
     if framework is None or device is None:
         return

@@ -1,7 +1,7 @@
 """What a call takes along from its caller's thread.
 
-Current streams and torch's grad mode belong to a thread. The steps of a call may run in another one:
-in the thread that pushes on requests, or in a later wait. There they find what the caller had.
+Current streams and torch's grad mode belong to a thread. The steps of a call may run in another
+one: in the thread that pushes on requests, or in a later wait. There they find what the caller had.
 """
 
 from __future__ import annotations
@@ -115,9 +115,9 @@ class Caller:
 class Waiters:
     """The streams that are to wait for a request's work on the device, once its result is taken.
 
-    If they waited as soon as the work is on the device, two requests could wait for each other: each
-    rank puts requests of several communicators there in an order of its own, and what is called next
-    waits for the caller's stream. The memory that the device uses is kept until then.
+    If they waited as soon as the work is on the device, two requests could wait for each other:
+    each rank puts requests of several communicators there in an order of its own, and what is
+    called next waits for the caller's stream. The memory that the device uses is kept until then.
 
     Parameters
     ----------

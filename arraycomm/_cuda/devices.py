@@ -73,9 +73,9 @@ class DeviceRequest:
 class _Progress:
     """How far the device has come with the calls of a communicator; to read it asks CUDA nothing.
 
-    The device writes a number to memory of the host where a call begins and where it ends: an odd one
-    and an even one. So the time for which a call waits there for other ranks is told from the time that
-    the caller's own work takes before it.
+    The device writes a number to memory of the host where a call begins and where it ends: an odd
+    one and an even one. So the time for which a call waits there for other ranks is told from the
+    time that the caller's own work takes before it.
     """
 
     def __init__(self, memory: DeviceMemory) -> None:
@@ -98,7 +98,7 @@ class _Progress:
 
     @property
     def pending(self) -> bool:
-        """Whether the host is to put the end of a call on its stream, or the device to come to it."""
+        """Whether the host must still put a call's end on its stream, or the device reach it."""
         return bool(self._last & 1) or int(self._number[0]) != self._last
 
     def waited(self) -> float:
@@ -207,12 +207,13 @@ class Devices(Placements):
 
     def joining_devices(self) -> HostPlacement:
         if self.link is None:
-            # The ranks whose headers say otherwise began before the choice, and copy to the host now.
+            # The ranks whose headers say otherwise began before the choice, and copy to the host
+            # now.
             return self.host
         return DevicePlacement(self._group, self.link, self, self._own_stream)
 
     def _stream_for(self, x: Any, is_request: bool) -> int:
-        """Return the stream of a call: a blocking one's is the framework's current one, if shown."""
+        """Return a call's stream: a blocking one's is the framework's current one, if shown."""
         stream = None if is_request else arrays.stream_of(x)
         return self._own_stream if stream is None else stream
 
@@ -304,8 +305,8 @@ class Devices(Placements):
     def look(self, waited: float = 0.0) -> None:
         """Check deferred headers, NCCL's errors, and whether other ranks are late.
 
-        It asks CUDA nothing. A call to CUDA may wait for another thread's, such as an allocation, that
-        waits for a movement which only an abort from here ends.
+        It asks CUDA nothing. A call to CUDA may wait for another thread's, such as an allocation,
+        that waits for a movement which only an abort from here ends.
         """
         with self._looking:
             group = self._group
@@ -442,7 +443,7 @@ class _Watch:
 
 
 # The caller may wait for its device outside Python. One thread then finds out that another rank has
-# failed, or that the time is up, and ends the wait. Another looks at events, and may have to wait for
-# CUDA meanwhile.
+# failed, or that the time is up, and ends the wait. Another looks at events, and may have to wait
+# for CUDA meanwhile.
 _watch = _Watch("arraycomm-devices", Devices.look, operator.attrgetter("under_way"))
 _sweep = _Watch("arraycomm-events", Devices.sweep, operator.attrgetter("keeping"))

@@ -1,4 +1,4 @@
-"""The functions of CUDA's driver that are called by ctypes, which is quicker than by CuPy and holds no GIL."""
+"""Functions of CUDA's driver, called by ctypes: quicker than by CuPy, and without the GIL."""
 
 from __future__ import annotations
 

@@ -268,10 +268,7 @@ def _units(layout: Layout, unit: int, memory: DeviceMemory) -> Any:
     """Return memory as a CuPy array of integers; the last axis has the integers of one element."""
     address, shape, strides, dtype = layout
     units = Layout(
-        address,
-        (*shape, dtype.itemsize // unit),
-        (*strides, unit),
-        np.dtype(f"u{unit}"),
+        address, (*shape, dtype.itemsize // unit), (*strides, unit), np.dtype(f"u{unit}")
     )
     return _cupy_over(units, memory.device, None)
 
@@ -318,8 +315,8 @@ class _JAX(Framework):
             return to_framework(allocate(shape, device_buffer.dtype), like)
         with keeping_bits(device_buffer.dtype, like.source):
             shared = jax.dlpack.from_dlpack(_Handover(device_buffer, shape))
-            # JAX may donate only memory of its own; and when its reads of other memory have ended, it
-            # does not tell, but for those of this copy.
+            # JAX may donate only memory of its own; and when its reads of other memory have ended,
+            # it does not tell, but for those of this copy.
             array, copied = _copy_in_jax()(shared)
         LEASES.add(_Copied(copied), (shared, device_buffer))
         place = jax_placement(like.source)

@@ -208,7 +208,8 @@ def compiled(architecture: int, definitions: tuple[str, ...]) -> bytes:
     """Compile `folds.cu` for a compute capability such as 90.
 
     The result is machine code, or PTX for the driver to compile if NVRTC is older than the device.
-    Without definitions it has `copy_pieces` and `spoil`; with OP and DTYPE it has `fold` and `prefixes`.
+    Without definitions it has `copy_pieces` and `spoil`; with OP and DTYPE it has `fold` and
+    `prefixes`.
     """
     from cupy.cuda import nvrtc
 

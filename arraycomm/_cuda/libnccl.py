@@ -327,8 +327,8 @@ class Comm:
         return first
 
     def _abort_now(self) -> None:
-        # Without a current device: to set one may wait, with the GIL, for a thread that waits for the
-        # aborted work. NCCL ends that first, and then sets the device in its own threads.
+        # Without a current device: to set one may wait, with the GIL, for a thread that waits for
+        # the aborted work. NCCL ends that first, and then sets the device in its own threads.
         self._library.functions.ncclCommAbort(self._handle)
         self._kept = ()
 

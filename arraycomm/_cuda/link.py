@@ -23,8 +23,8 @@ class DeviceLink(Link):
 
     name: str
     memory: DeviceMemory
-    # Whether only the device, and never the host, waits for the other ranks' movements. Then the device's work
-    # starts before the header is checked.
+    # Whether only the device, and never the host, waits for the other ranks' movements. Then the
+    # device's work starts before the header is checked.
     async_check: bool = False
 
     def take(self, count: int, dtype: DType) -> DeviceBuffer:

@@ -60,7 +60,7 @@ def run_within(here: Callable[[], AbstractContextManager[None]], steps: Steps) -
 
 
 class _CallersOut(BufferView):
-    """`out` on a device for a call of arrays on the host: it is written in the streams of the caller."""
+    """`out` on a device for a call of host arrays: written in the streams of the caller."""
 
     def __init__(self, found: BufferView, device: int | None) -> None:
         super().__init__(
@@ -105,8 +105,8 @@ class _Download(NamedTuple):
 class DevicePlacement(HostPlacement):
     """Arrays in device memory, over a device link, in the order of one stream.
 
-    In the communicator's own stream, the caller's go on meanwhile; see `Waiters`.
-    A rank whose own array is on the host copies it to the device, and its result back.
+    In the communicator's own stream, the caller's go on meanwhile; see `Waiters`. A rank whose own
+    array is on the host copies it to the device, and its result back.
     """
 
     host = False
@@ -133,7 +133,7 @@ class DevicePlacement(HostPlacement):
         return self._awaited(found)
 
     def _awaited(self, found: arrays.DeviceView) -> arrays.DeviceView:
-        """Have the streams of a view wait only when the result is taken, if they go on meanwhile."""
+        """Have a view's streams wait only when the result is taken, if they go on meanwhile."""
         if self._waiters is not None and found.streams:
             self._waiters.add(found, found.streams)
             found.streams = (self._stream,)

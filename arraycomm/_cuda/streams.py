@@ -69,6 +69,7 @@ class Leases:
                     self._kept.append((event, thing))
 
 
-# Arrays whose framework has no stream that could wait. Swept by every call of such arrays, and between
-# calls by the thread that looks at events: JAX refuses to donate an array that is held here.
+# Arrays whose framework has no stream that could wait. Swept by every call of such arrays, and
+# between calls by the thread that looks at events: JAX refuses to donate an array that is held
+# here.
 LEASES: Final = Leases()

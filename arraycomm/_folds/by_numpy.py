@@ -43,8 +43,8 @@ BOOLEAN: dict[str, np.ufunc] = {
 def fold_function(op: str, dtype: DType) -> Fold:
     """Return `fold(rows, out)`, which writes the rows reduced by `op`, in their order, to `out`.
 
-    `rows` are arrays of one shape and of `dtype`, none of which overlaps `out`. The function runs in
-    the calling thread's floating-point mode and error state; `fold` sets both.
+    `rows` are arrays of one shape and of `dtype`, none of which overlaps `out`. The function runs
+    in the calling thread's floating-point mode and error state; `fold` sets both.
     """
     kind = kind_of(dtype)
     if kind is Kind.NARROW:
@@ -55,7 +55,7 @@ def fold_function(op: str, dtype: DType) -> Fold:
 
 
 def fold(op: str, dtype: DType, rows: Sequence[Array], out: Array) -> None:
-    """Fold one-dimensional rows into `out`, block by block, in IEEE default mode, with no warnings."""
+    """Fold one-dimensional rows into `out`, by blocks, in IEEE default mode, without warnings."""
     step = fold_function(op, dtype)
     if in_ieee_mode():
         _quiet.run(_fold_blocks, step, rows, out)
@@ -65,7 +65,7 @@ def fold(op: str, dtype: DType, rows: Sequence[Array], out: Array) -> None:
 
 
 class _Quiet(threading.local):
-    """One context for each thread in which NumPy does not warn: entering costs less than making one."""
+    """One context a thread in which NumPy does not warn: entering it is cheaper than making it."""
 
     def __init__(self) -> None:
         self.run = Context().run
@@ -87,7 +87,7 @@ def _fold_blocks(step: Fold, rows: Sequence[Array], out: Array) -> None:
 
 @lru_cache(maxsize=64)
 def block_length(dtype: DType) -> int:
-    """Return how many elements are folded at a time; narrow floats need two rows of float32 as well."""
+    """Return the number of elements folded at a time; narrow floats need two float32 rows too."""
     return _BLOCK_BYTES // (16 if kind_of(dtype) is Kind.NARROW else dtype.itemsize)
 
 

@@ -8,7 +8,8 @@ import numpy as np
 
 Array = np.ndarray[Any, Any]
 
-# Keeps the sign and the lower 28 bits: of a float16 moved up by 13 bits, not the copies of its sign.
+# Keeps the sign and the lower 28 bits: of a float16 moved up by 13 bits, not the copies of its
+# sign.
 _HALF_BITS = np.int32(-0x70000001)
 _HALF_SCALE = np.float32(2.0**112)
 _HALF_MAGNITUDE = np.int16(0x7FFF)
@@ -42,9 +43,9 @@ _TO_ROUNDER = np.int32((13 << 23) + (1 << 22))
 def round_to_half(half: Array, wide: Array) -> None:
     """Round float32 to float16 by its bits, to nearest even; overwrites `wide`.
 
-    To each number, 1.5 · 2¹³ times its power of two is added and subtracted again, which rounds away
-    the bits that float16 does not have. For a subnormal float16, the power is that of the least
-    normal one. If a number is too large for float16, NumPy converts the whole row.
+    To each number, 1.5 · 2¹³ times its power of two is added and subtracted again, which rounds
+    away the bits that float16 does not have. For a subnormal float16, the power is that of the
+    least normal one. If a number is too large for float16, NumPy converts the whole row.
     """
     bits, rounder = wide.view(np.int32), np.empty_like(wide)
     as_bits = rounder.view(np.int32)

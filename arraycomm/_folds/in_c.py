@@ -50,7 +50,7 @@ def fold_on(
 
 
 def prefixes(op: str, dtype: DType, rows: Sequence[Array], outs: Sequence[Array]) -> None:
-    """Write the fold of the rows up to and including k to `outs[k]`; no row overlaps any of `outs`."""
+    """Write the fold of rows 0 to k, both included, to `outs[k]`; no row overlaps any of `outs`."""
     compiled.prefixes(number_of(op, dtype), rows, outs)
 
 

@@ -10,14 +10,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from arraycomm._dtypes import DType, Kind, kind_of
-from arraycomm._folds.by_numpy import (
-    BOOLEAN,
-    UFUNCS,
-    Array,
-    block_length,
-    complex_product,
-    divide,
-)
+from arraycomm._folds.by_numpy import BOOLEAN, UFUNCS, Array, block_length, complex_product, divide
 from arraycomm._folds.ieee import ieee_mode
 
 
@@ -38,7 +31,8 @@ def fold_on(
 ) -> None:
     """Fold rows onto the `total` of as many rows `before`, or begin with them if it is None.
 
-    If `more` are to come, `out` gets their total, and else the result. It overlaps neither rows nor total.
+    If `more` are to come, `out` gets their total, and else the result. It overlaps neither rows nor
+    total.
     """
     join = _join(op, dtype)
     with np.errstate(all="ignore"), ieee_mode():
@@ -63,7 +57,7 @@ def _join(op: str, dtype: DType) -> Callable[[Array, Array], object]:
 
 
 def prefixes(op: str, dtype: DType, rows: Sequence[Array], outs: Sequence[Array]) -> None:
-    """Write the fold of the rows up to and including k to `outs[k]`; no row overlaps any of `outs`."""
+    """Write the fold of rows 0 to k, both included, to `outs[k]`; no row overlaps any of `outs`."""
     join, wide = _join(op, dtype), total_dtype(dtype)
     with np.errstate(all="ignore"), ieee_mode():
         count_at_once = block_length(dtype)

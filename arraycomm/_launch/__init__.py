@@ -1,4 +1,4 @@
-"""What the environment says about how this process was launched; what launches others is in the modules."""
+"""What the environment says of this process's launch; what launches others is in the modules."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def detect(environment: Mapping[str, str]) -> Launch | None:
     return None
 
 
-# Variables of processes that no MPI launcher has started: where they meet, how many there are, and which
-# one this is. Then the last two as torchrun sets them.
+# Variables of processes that no MPI launcher has started: where they meet, how many there are, and
+# which one this is. Then the last two as torchrun sets them.
 ADDRESS: Final = "ARRAYCOMM_COORDINATOR_ADDRESS"
 NUMBER: Final = "ARRAYCOMM_NUM_PROCESSES"
 RANK: Final = "ARRAYCOMM_PROCESS_ID"
@@ -86,8 +86,8 @@ def claim(environment: MutableMapping[str, str], pid: int) -> None:
 def claimed_by(environment: Mapping[str, str], pid: int) -> int:
     """Return the process that is already the rank that the environment describes; 0 for none.
 
-    A process that a rank has started inherits the launcher's variables, but is no rank; it is one if
-    a launcher of its own has set them.
+    A process that a rank has started inherits the launcher's variables, but is no rank; it is one
+    if a launcher of its own has set them.
     """
     owner, _, connection = environment.get(_CLAIM, "").partition(" ")
     if not owner.isdigit() or int(owner) == pid or launched(environment) is None:
@@ -96,7 +96,7 @@ def claimed_by(environment: Mapping[str, str], pid: int) -> int:
 
 
 def _connection(environment: Mapping[str, str]) -> str:
-    """Return what connects a rank with its launcher, and no other process; empty if nothing does."""
+    """Return what connects a rank, and no other process, with its launcher; empty if nothing."""
     if "PMIX_NAMESPACE" in environment:
         return f"{environment['PMIX_NAMESPACE']}.{environment.get('PMIX_RANK', '')}"
     try:

@@ -1,8 +1,9 @@
-"""Process 0 brings processes together that no MPI connects: it keeps texts that all can set and get.
+"""Process 0 brings processes together without MPI: it keeps texts that all can set and get.
 
-Each connection carries lines of JSON. The coordinator sends a challenge; the other side answers with its
-number, the number of all, its host and its proof that it knows the secret. Once all are there they set
-and get texts. If something is wrong, every process hears what. Whoever sends anything else is cut off.
+Each connection carries lines of JSON. The coordinator sends a challenge; the other side answers
+with its number, the number of all, its host and its proof that it knows the secret. Once all are
+there they set and get texts. If something is wrong, every process hears what. Whoever sends
+anything else is cut off.
 """
 
 from __future__ import annotations
@@ -66,7 +67,8 @@ def decode(line: bytes) -> Message | None:
     """Return the message of a line, None if it is none."""
     try:
         found = json.loads(line)
-        # JSON can hold halves of characters, which no text of a process has, and which cannot be sent on.
+        # JSON can hold halves of characters, which no text of a process has, and which cannot be
+        # sent on.
         json.dumps(found, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
         return None
@@ -82,8 +84,8 @@ def is_own(connection: socket.socket) -> bool:
     """Return whether the other side of a local connection is a process of the same user."""
     if connection.family != socket.AF_UNIX:
         return True
-    size = _CREDENTIALS.size
-    found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)  # type: ignore[attr-defined,unused-ignore]
+    option = socket.SO_PEERCRED  # type: ignore[attr-defined,unused-ignore]
+    found = connection.getsockopt(socket.SOL_SOCKET, option, _CREDENTIALS.size)
     return bool(_CREDENTIALS.unpack(found)[1] == getuid())
 
 
@@ -156,8 +158,8 @@ class Coordinator(threading.Thread):
         self._hosts: dict[str, dict[int, str]] = {}
         self._error: Message = {}
         self._told: set[int] = set()
-        # The first process that has left because of an error, and when the others hear of it: they may
-        # find the same error by themselves.
+        # The first process that has left because of an error, and when the others hear of it: they
+        # may find the same error by themselves.
         self._gave_up = -1
         self._texts: dict[str, str] = {}
         self._waiting: list[tuple[str, _Guest]] = []
@@ -267,14 +269,16 @@ class Coordinator(threading.Thread):
         if not hmac.compare_digest(str(said["proof"]).encode(), right.encode()):
             guest.send(
                 {
-                    "error": f"init: the secret of this process is not that of process 0 at {self._place}; "
-                    "set ARRAYCOMM_COORDINATOR_SECRET to the same on every process, or on none"
+                    "error": "init: the secret of this process is not that of process 0 at "
+                    f"{self._place}; set ARRAYCOMM_COORDINATOR_SECRET to the same on every "
+                    "process, or on none"
                 }
             )
             return False
         other = str(said.get("job", ""))
         if other and self._job and other != self._job:
-            # It leaves, and comes again: this job may soon have its processes, and free the address.
+            # It leaves, and comes again: this job may soon have its processes, and free the
+            # address.
             guest.send({"taken": self._job})
             return True
         if self._state is _State.MET:
@@ -294,15 +298,16 @@ class Coordinator(threading.Thread):
         if said["size"] != self._size:
             self._fail(
                 BackendUnavailableError,
-                f"init: process 0 was told that there are {self._size} processes, and process {rank} "
-                f"that there are {said['size']}; start them with the same number, and each with a "
+                f"init: process 0 was told that there are {self._size} processes, and process "
+                f"{rank} that there are {said['size']}; start them with the same number, and each "
+                "with a "
                 "number of its own",
             )
         elif first is not guest:
             self._fail(
                 BackendUnavailableError,
-                f"init: two processes have the number {rank}: {first.about}, and {guest.about}; start "
-                f"each of them once, with a number of its own, and jobs at the same time with "
+                f"init: two processes have the number {rank}: {first.about}, and {guest.about}; "
+                "start each of them once, with a number of its own, and jobs at the same time with "
                 "coordinator addresses of their own",
             )
         elif len(self._hosts) > 1:

@@ -1,4 +1,4 @@
-"""A program on several ranks: started, its output passed on, ended as a whole once one rank fails."""
+"""A program on several ranks: started, its output passed on, ended whole once one rank fails."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ _ENDING: Final = (signal.SIGTERM, signal.SIGHUP)
 _PASSED_ON: Final = (signal.SIGUSR1, signal.SIGUSR2)
 # What a rank reports of its end stands between these, among what it writes to standard error.
 _OPENS, _CLOSES = b"\x02", b"\x03\n"
-# Seconds that the other ranks have to end by themselves once one has failed: those that waited for it
-# print that it has failed. Then those in which a launcher has forwarded what ranks have printed.
+# Seconds that the other ranks have to end by themselves once one has failed: those that waited for
+# it print that it has failed. Then those in which a launcher has forwarded what ranks have printed.
 _GRACE: Final = 1.0
 _FORWARDING: Final = 0.2
 # Seconds that a launcher has to end its ranks.
 _PATIENCE: Final = 10.0
-# Seconds between looks for signals: the kernel may give one to a thread that passes output on, which leaves
-# the main thread, the one that runs handlers, asleep.
+# Seconds between looks for signals: the kernel may give one to a thread that passes output on,
+# which leaves the main thread, the one that runs handlers, asleep.
 _LOOK: Final = 0.2
 
 
@@ -79,8 +79,9 @@ Handler = Callable[[int, FrameType | None], object]
 class Ended(NamedTuple):
     """How a job ended: its status, and the statuses of ranks that failed, the first one first.
 
-    A status below zero is that of a rank that a signal has ended. Of the ranks that are `cut_off` nothing was
-    heard, though the launcher reports success: it ended them once another one had left without MPI's end.
+    A status below zero is that of a rank that a signal has ended. Of the ranks that are `cut_off`
+    nothing was heard, though the launcher reports success: it ended them once another one had left
+    without MPI's end.
     """
 
     status: int
@@ -115,8 +116,8 @@ def run_job(
     threads = threads_for(ranks, environment)
     mark = secrets.token_hex(8)
     started = launcher.command(ranks, threads=threads, fault_tolerant=program.fault_tolerant)
-    # A group of its own: Ctrl-C reaches this process alone, which ends the others. From there a terminal
-    # could not be read.
+    # A group of its own: Ctrl-C reaches this process alone, which ends the others. From there a
+    # terminal could not be read.
     with subprocess.Popen(
         _tied([*started, *program.on_rank(mark)]),
         stdin=None if program.stdin and not _is_terminal() else subprocess.DEVNULL,
@@ -219,7 +220,7 @@ class _Job:
             self._process.send_signal(number)
 
     def _stop(self) -> None:
-        """Stop with the ranks of this node, as a shell asks by Ctrl-Z, until it lets this process go on."""
+        """Stop with this node's ranks, as a shell asks by Ctrl-Z, until it lets this one go on."""
         # With their programs, and what those have started.
         ranks = ranks_here(self._mark)
         for rank in ranks:
@@ -281,7 +282,8 @@ class _Job:
 
 
 def _is_follower(item: tuple[int, int]) -> bool:
-    # An uncaught error, such as that of a rank that only waited for the one that failed, is status 1.
+    # An uncaught error, such as that of a rank that only waited for the one that failed, is status
+    # 1.
     return item[1] == 1
 
 

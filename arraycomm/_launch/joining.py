@@ -81,7 +81,7 @@ class Meeting:
         return str(self.receive(time.monotonic() + self._limit).get("value")).encode()
 
     def leave(self, *, well: bool) -> None:
-        """Part from the others. If that is because of an error, let them read what they need to find it."""
+        """Part from the others; after an error, let them first read what they need to find it."""
         with suppress(TransportError):
             self.send({"bye": well})
         self.close()
@@ -147,19 +147,20 @@ class Meeting:
             raise _TakenError(str(reply["taken"]))
         if reply.get("proof") != proof(secret, nonce, "coordinator"):
             raise BackendUnavailableError(
-                f"init: the coordinator at {self._place} does not know the secret of this process; set "
-                f"{SECRET} to the same on every process, or on none"
+                f"init: the coordinator at {self._place} does not know the secret of this process; "
+                f"set {SECRET} to the same on every process, or on none"
             )
 
     def _lost(self) -> TransportError:
         return TransportError(
-            f"init: process 0, the coordinator at {self._place}, has ended before all processes were "
-            "connected"
+            f"init: process 0, the coordinator at {self._place}, has ended before all processes "
+            "were connected"
         )
 
     def _foreign(self) -> BackendUnavailableError:
         return BackendUnavailableError(
-            f"init: what answers at {self._place} is no arraycomm; choose another coordinator address"
+            f"init: what answers at {self._place} is no arraycomm; choose another coordinator "
+            "address"
         )
 
 
@@ -169,8 +170,8 @@ def join(found: Numbering, environment: Mapping[str, str]) -> Meeting:
     Raises
     ------
     BackendUnavailableError
-        The address cannot be used, two processes have the same number, they do not agree on how many
-        there are, or they are on several hosts.
+        The address cannot be used, two processes have the same number, they do not agree on how
+        many there are, or they are on several hosts.
     CommTimeoutError
         Some did not come in time.
     TransportError
@@ -184,8 +185,9 @@ def join(found: Numbering, environment: Mapping[str, str]) -> Meeting:
         except _TakenError as other:
             if time.monotonic() > deadline:
                 raise BackendUnavailableError(
-                    f"init: two jobs use the coordinator address {found.place} at the same time, this one "
-                    f"({job_of(environment)}) and another one ({other}); give each job an address of its own"
+                    f"init: two jobs use the coordinator address {found.place} at the same time, "
+                    f"this one ({job_of(environment)}) and another one ({other}); give each job an "
+                    "address of its own"
                 ) from None
             time.sleep(_NAP)
 
@@ -220,8 +222,8 @@ def _serve(found: Numbering, secret: str, limit: float, job: str) -> Coordinator
         if error.errno == errno.EADDRINUSE:
             return None
         raise BackendUnavailableError(
-            f"init: process 0 cannot listen at {found.place}: {error.strerror or error}; the coordinator "
-            "address has to be one of the host of process 0"
+            f"init: process 0 cannot listen at {found.place}: {error.strerror or error}; the "
+            "coordinator address has to be one of the host of process 0"
         ) from error
     made = Coordinator(listener, found.place, found.size, secret, limit, job)
     made.start()
@@ -234,13 +236,15 @@ def _connect(place: Place, deadline: float, limit: float) -> socket.socket:
             return _connected(place)
         except socket.gaierror as error:
             raise BackendUnavailableError(
-                f"init: the host of the coordinator address {place} is not known here: {error.strerror}"
+                f"init: the host of the coordinator address {place} is not known here: "
+                f"{error.strerror}"
             ) from error
         except OSError as error:
             if time.monotonic() > deadline:
                 raise CommTimeoutError(
                     f"init: process 0, the coordinator, was not at {place} for {limit:g} s "
-                    f"({error.strerror or error}); start process 0 as well, or set {LIMIT} to more seconds"
+                    f"({error.strerror or error}); start process 0 as well, or set {LIMIT} to more "
+                    "seconds"
                 ) from error
             time.sleep(_NAP)
 

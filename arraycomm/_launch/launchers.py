@@ -37,8 +37,8 @@ class Launcher(NamedTuple):
     def _options(self, threads: int, fault_tolerant: bool) -> list[str]:
         if self.family != OPEN_MPI:
             return []
-        # Without the first, Open MPI starts no more ranks than there are cores; without the second it
-        # gives all threads of a rank one core.
+        # Without the first, Open MPI starts no more ranks than there are cores; without the second
+        # it gives all threads of a rank one core.
         return [
             "--oversubscribe",
             *(["--bind-to", "none"] if threads > 1 else []),
@@ -54,7 +54,8 @@ class Launcher(NamedTuple):
             # It would start its ranks by srun, which waits for this step to leave its cores.
             needed["HYDRA_BOOTSTRAP"] = "fork"
         if self.family == MPICH:
-            # In what PMIx has started, as a shell of srun, it would take its own variables and these for two.
+            # In what PMIx has started, as a shell of srun, it would take its own variables and
+            # these for two.
             base = {name: said for name, said in base.items() if not name.startswith("PMIX_")}
         return needed | dict(base)
 
@@ -90,7 +91,7 @@ def launcher_of(library: Library, path: str) -> Launcher:
 
 
 def _programs(library: Library, path: str) -> Iterator[str]:
-    """Yield each program that may start ranks: beside this Python, beside the library, on the PATH."""
+    """Yield programs that may start ranks: beside this Python, beside the library, on the PATH."""
     beside = [Path(sys.executable).parent]
     if library.path:
         beside += [above / "bin" for above in Path(library.path).parents[:_ABOVE]]
@@ -103,7 +104,7 @@ def _programs(library: Library, path: str) -> Iterator[str]:
 
 @cache
 def family_of_program(program: str) -> str:
-    """Return the family of MPI that a launcher says it belongs to; empty if it says nothing known."""
+    """Return the family of MPI that a launcher says it belongs to; empty if it names none."""
     try:
         asked = subprocess.run(
             [program, "--version"], capture_output=True, text=True, check=False, timeout=20

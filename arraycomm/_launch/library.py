@@ -33,7 +33,7 @@ class Library(NamedTuple):
 
 
 def find_library(environment: Mapping[str, str]) -> Library:
-    """Return the MPI that mpi4py loads in this interpreter; another process asks, and starts no MPI.
+    """Return the MPI that mpi4py loads here, as found by another process, which starts no MPI.
 
     Raises
     ------
@@ -74,7 +74,8 @@ def refuse_foreign_launcher(module: Any, environment: Mapping[str, str]) -> None
     if launch is None or not under_pmix or not foreign:
         return
     number = f"{launch.size} process{'es' * (launch.size > 1)}" if launch.size else "this process"
-    ways = f"arraycomm run -n {launch.size or '…'} …, which finds the mpiexec of the MPI that is loaded"
+    count = launch.size or "…"
+    ways = f"arraycomm run -n {count} …, which finds the mpiexec of the MPI that is loaded"
     if launch.launcher == SRUN:
         ways = f"srun --mpi=pmi2 …, or {ways}"
     raise BackendUnavailableError(

@@ -1,4 +1,4 @@
-"""Processes that no MPI launcher has started: how many there are, which one this is, and where they meet."""
+"""Processes that no MPI launcher has started: their count, this one's number, where they meet."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LAST_PORT: Final = 65535
 
 
 class Place(NamedTuple):
-    """Where processes meet: a host and a port, or without a host a name that is known on this host."""
+    """Where processes meet: a host and a port, or a name that is known on this host alone."""
 
     host: str
     port: int
@@ -65,8 +65,9 @@ def _by_own_variables(environment: Mapping[str, str]) -> Numbering:
         present = [name for name in _OWN if environment.get(name)]
         raise BackendUnavailableError(
             f"init: {' and '.join(present)} {'is' if len(present) == 1 else 'are'} set, but not "
-            f"{' and '.join(missing)}; set {ADDRESS}, as in {EXAMPLE}, to the same on every process, "
-            f"{NUMBER} to how many there are, and {RANK} to 0, 1 and so on; or unset all of them"
+            f"{' and '.join(missing)}; set {ADDRESS}, as in {EXAMPLE}, to the same on every "
+            f"process, {NUMBER} to how many there are, and {RANK} to 0, 1 and so on; or unset all "
+            "of them"
         )
     return _numbered(environment, variables, _place(environment[ADDRESS]))
 

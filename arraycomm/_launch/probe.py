@@ -1,4 +1,4 @@
-"""Prints, as one line of JSON, which MPI mpi4py loads; a program of its own, which imports nothing else."""
+"""Prints which MPI mpi4py loads, as a line of JSON; a program that imports nothing else."""
 
 import json
 import os

@@ -1,8 +1,9 @@
 """Runs the program of one rank, marks or keeps what it prints, and tells the job how it ended.
 
-A program of its own, started once a rank: it imports nothing but the standard library, and little of that.
-Its arguments are the mark of its reports, whether lines get the rank as a prefix, a directory for
-what the rank prints, whether a failed rank waits to be ended, and the program with its arguments.
+A program of its own, started once a rank: it imports nothing but the standard library, and little
+of that. Its arguments are the mark of its reports, whether lines get the rank as a prefix, a
+directory for what the rank prints, whether a failed rank waits to be ended, and the program with
+its arguments.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from typing import NoReturn
 _RANKS = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-# Seconds that a program has to act on a signal, and those after which a failed rank waits no longer.
+# Seconds that a program has to act on a signal, and those after which a failed rank waits no
+# longer.
 _PATIENCE = 3
 _LONGEST = 20.0
 _NOT_RUN = 127
@@ -33,7 +35,7 @@ _END_OF_LINE = re.compile(rb"\r?\n|\r(?=[^\n])")
 
 
 class Output:
-    """One stream of the rank's: what comes through a pipe goes on to a descriptor of this process."""
+    """One stream of the rank: what comes through a pipe goes on to a descriptor of this process."""
 
     def __init__(self, target: int, prefix: bytes, log: int | None) -> None:
         self.source, self.entrance = os.pipe()
@@ -112,7 +114,8 @@ class Program:
             os.kill(self._pid, number)
 
     def _end_with_launcher(self, *_: object) -> None:
-        # The kernel takes the end of the thread that has started this process for that of its parent.
+        # The kernel takes the end of the thread that has started this process for that of its
+        # parent.
         if os.getppid() != self._launcher:
             self._forward(signal.SIGTERM, None)
 

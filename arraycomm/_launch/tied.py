@@ -1,6 +1,7 @@
-"""Becomes another program, which the kernel ends together with the process that has started this one.
+"""Becomes another program, which the kernel ends together with the process that started this.
 
-A program of its own, with the standard library alone. Its arguments are that process, and the command.
+A program of its own, with the standard library alone. Its arguments are that process, and the
+command.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The envelope of a message: a head, a text, and the elements if they are few.
 
-The head says whether the sender raised, what the array is, and from which place of a program it comes. The text is
-the sender's traceback, or describes dtype and shape if the head has no room for them.
+The head says whether the sender raised, what the array is, and from which place of a program it
+comes. The text is the sender's traceback, or describes dtype and shape if the head has no room for
+them.
 """
 
 from __future__ import annotations
@@ -21,19 +22,21 @@ from arraycomm._protocol.details import Description
 from arraycomm._protocol.header import MAX_DIMS, has_room_for
 from arraycomm._transports.base import Bytes
 
-# State, tag of the pieces, bytes, dtype, dimensions, bytes of text, place in a program; then the shape.
+# State, tag of the pieces, bytes, dtype, dimensions, bytes of text, place in a program; then the
+# shape.
 _HEAD: Final = struct.Struct(f"<7q8x{MAX_DIMS}q")
 _WORD: Final = struct.Struct("<q")
 _PIECES_AT: Final = 8
 _PLACE_AT: Final = 48
 _ELEMENTS, _RAISED = range(2)
-# Bytes behind the head: to copy more elements into an envelope takes longer than a message of their own.
+# Bytes behind the head: to copy more elements into an envelope takes longer than a message of their
+# own.
 ROOM: Final = 64 << 10
 NBYTES: Final = _HEAD.size + ROOM
 
 
 class Contents(NamedTuple):
-    """What an envelope says of an array: its elements, or None and the number of the pieces that follow."""
+    """An array by its envelope: its elements, or None and the number of pieces that follow."""
 
     dtype: DType
     shape: tuple[int, ...]
@@ -46,7 +49,7 @@ class Contents(NamedTuple):
 
 @lru_cache(maxsize=256)
 def short_head(dtype: DType, shape: tuple[int, ...], place: int) -> Bytes | None:
-    """Return the head of an array whose elements are in the envelope; None if it needs a text, or has too many."""
+    """Return the envelope's head of an array; None if it needs a text, or has too many elements."""
     nbytes = math.prod(shape) * dtype.itemsize
     if not has_room_for(dtype, shape) or nbytes > ROOM:
         return None
@@ -122,7 +125,7 @@ def note(status: Status, dtype: DType, shape: tuple[int, ...]) -> None:
 
 
 def short_result(envelope: Bytes, out: Array | None, status: Status) -> Array | None:
-    """Return the elements in an envelope as NumPy's array; None if they are not there, or not for `out`."""
+    """Return an envelope's elements for NumPy; None if they are not there, or do not fit `out`."""
     found = _read_short(envelope[: _HEAD.size].tobytes())
     if found is None:
         return None
@@ -150,7 +153,7 @@ def _read_short(head: bytes) -> tuple[tuple[int, ...], DType] | None:
 
 
 def read(envelope: Bytes, source: int, tags: int) -> Contents | str:
-    """Return what a rank has sent, or its traceback if it raised; numbers of pieces are below `tags`."""
+    """Return what a rank sent, or its traceback if it raised; piece numbers are below `tags`."""
     state, pieces, nbytes, code, ndim, length, _, *dims = _HEAD.unpack_from(envelope.data)
     body = envelope[_HEAD.size :]
     if not 0 <= length <= ROOM:

@@ -88,7 +88,7 @@ class Receive:
 
 
 class Matcher:
-    """The receives of one group that wait for a message to be theirs, in the order of their calls."""
+    """The receives of one group that wait for their messages, in the order of their calls."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport

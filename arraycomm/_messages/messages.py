@@ -1,8 +1,8 @@
 """Messages from one rank to another.
 
-A message is an envelope (see `envelopes.py`), and further pieces if its elements are many. The pieces
-have a tag of their own, which the envelope names, so that receives under way at the same time never
-take one another's.
+A message is an envelope (see `envelopes.py`), and further pieces if its elements are many. The
+pieces have a tag of their own, which the envelope names, so that receives under way at the same
+time never take one another's.
 """
 
 from __future__ import annotations
@@ -18,22 +18,17 @@ import numpy as np
 from arraycomm._arrays.buffer import BufferView
 from arraycomm._arrays.views import view
 from arraycomm._calls.arguments import check_rank
-from arraycomm._calls.placement import (
-    DeferredResultBuffer,
-    Destination,
-    HostPlacement,
-    flatten,
-)
+from arraycomm._calls.fast_paths import FastPath
+from arraycomm._calls.placement import DeferredResultBuffer, Destination, HostPlacement, flatten
 from arraycomm._calls.refusals import wanted_kind
 from arraycomm._calls.requests import Request, wait_for_each
-from arraycomm._calls.statistics import Statistics
+from arraycomm._calls.runner import Runner
 from arraycomm._callsite import call_site, describe_raise
 from arraycomm._errors import MismatchError, PeerError, name_operation
 from arraycomm._messages import envelopes
 from arraycomm._messages.fast_exchange import FastExchange, Key
 from arraycomm._messages.matching import ANY_SOURCE, ANY_TAG, Matcher, Status
 from arraycomm._protocol.agreement import UndeliveredError
-from arraycomm._protocol.group import Group
 from arraycomm._protocol.task import Task
 from arraycomm._protocol.waiting import Watch
 from arraycomm._protocol.watchdog import MessageWait, checked_timeout
@@ -44,15 +39,13 @@ from arraycomm._transports.base import Bytes, Handle, Steps, Transport
 TAGS: Final = 1 << 20
 # Envelopes whose memory is kept to be used again.
 _SPARE: Final = 2
-# Fast paths that are kept; each has memory for what comes.
-_MAX_FAST: Final = 64
 
 
 class Message(NamedTuple):
     """One rank's part in a message: its steps, the other rank, and what it is, for errors.
 
-    `peer` is None for a message from any rank, which the `status` names once it has come, together with
-    the tag and the bytes.
+    `peer` is None for a message from any rank, which the `status` names once it has come, together
+    with the tag and the bytes.
     """
 
     steps: Steps
@@ -75,7 +68,7 @@ class _Finished(NamedTuple):
 
 
 class _Outgoing(NamedTuple):
-    """An array on its way: its envelope, with the elements if they are few, or the elements behind it.
+    """An array on its way: its envelope, with few elements inside it or many behind it.
 
     `room` is the memory of an envelope that can be used again. Bytes and copies are counted.
     """
@@ -116,23 +109,19 @@ def _no_place() -> int:
 class Messenger:
     """Sends and receives the messages of one group.
 
-    `place` returns the place of the calling thread's call in its program, 0 outside of programs. Sender
-    and receiver must be at the same one if both are in programs.
+    `place` returns the place of the calling thread's call in its program, 0 outside of programs.
+    Sender and receiver must be at the same one if both are in programs.
     """
 
-    def __init__(
-        self, group: Group, statistics: Statistics, place: Callable[[], int] = _no_place
-    ) -> None:
-        self._group = group
+    def __init__(self, runner: Runner, place: Callable[[], int] = _no_place) -> None:
+        self._group = group = runner.group
         self._place = place
-        self._statistics = statistics
+        self._statistics, self._fast_paths = runner.statistics, runner.fast_paths
         self._host = HostPlacement(group)
         self._matcher = Matcher(group.transport)
         self._pieces = 0
         # Envelopes that are used again: to touch fresh memory takes longer than a short message.
         self._spare: list[Bytes] = []
-        self._fast: dict[tuple[Any, ...], FastExchange] = {}
-        group.on_free.append(self._forget)
 
     def isend(self, x: Any, dest: int, tag: int) -> Request:
         """Start to send an array."""
@@ -223,7 +212,7 @@ class Messenger:
         return self._post("recv", self._receiving, *arguments, awaited=True, timeout=timeout)
 
     def refuse(self, error: Exception, dest: int, source: int, tag: int) -> None:
-        """Raise what is wrong with an array of `sendrecv`, and tell the rank that would have got it."""
+        """Raise the error of an array of `sendrecv`, and tell the rank that would have got it."""
         doing = f"send to rank {dest} with tag {tag}"
 
         def refusing() -> Message:
@@ -266,17 +255,13 @@ class Messenger:
             self._statistics.add_seconds(operation, time.perf_counter() - started)
 
     def _post(
-        self,
-        operation: str,
-        prepare: Any,
-        *args: Any,
-        awaited: bool,
-        timeout: float | None = None,
+        self, operation: str, prepare: Any, *args: Any, awaited: bool, timeout: float | None = None
     ) -> _Pending:
         group = self._group
         if group.closed is not None:
             raise group.closed_error(operation)
-        # With nothing outstanding a receive that is awaited is made in this thread, and needs no request.
+        # With nothing outstanding a receive that is awaited is made in this thread, and needs no
+        # request.
         alone = awaited and operation == "recv" and group.tracer is None and group.engine.idle
         site = "" if alone else call_site()
         with group.turn():
@@ -344,7 +329,7 @@ class Messenger:
     # In the calling thread
 
     def _is_plain(self, peers: tuple[Any, ...], tag: Any, status: Any, timeout: Any) -> bool:
-        """Return whether a call with these ranks needs no request: nothing is under way or traced."""
+        """Return whether a call with these ranks needs no request: nothing is pending or traced."""
         group = self._group
         for peer in peers:
             if type(peer) is not int or not 0 <= peer < group.size or peer == group.rank:
@@ -406,25 +391,18 @@ class Messenger:
         wait = _Wait("recv from", source, tag)
         return self._drive(_beside([sent], receiving, wait, dest), wait, "recv")
 
-    def _fast_exchange(self, x: Any, dest: Any, source: Any, tag: Any) -> FastExchange | None:
+    def _fast_exchange(self, x: Any, dest: Any, source: Any, tag: Any) -> FastPath | None:
         if type(x) is np.ndarray and type(dest) is type(source) is type(tag) is int:
-            return self._fast.get((dest, source, tag, self._place(), x.dtype, x.shape))
+            return self._fast_paths.find(Key(dest, source, tag, self._place(), x.dtype, x.shape))
         return None
-
-    def _forget(self) -> None:
-        """Give up the fast paths."""
-        while self._fast:
-            self._fast.popitem()[1].free()
 
     def _keep(self, x: Any, dest: int, source: int, tag: int) -> None:
         """Keep the fast path of a `sendrecv` that has just been made, with few elements."""
-        if type(x) is not np.ndarray or not x.dtype.isnative:
+        if type(x) is not np.ndarray or not x.dtype.isnative or not self._fast_paths.may_keep:
             return
         key = Key(dest, source, tag, self._place(), x.dtype, x.shape)
-        if key not in self._fast:
-            if len(self._fast) >= _MAX_FAST:
-                self._forget()
-            self._fast[key] = FastExchange(self._group, self._statistics, self, key)
+        if self._fast_paths.find(key) is None:
+            self._fast_paths.keep(key, FastExchange(self._group, self._statistics, self, key))
 
     # Sending
 
@@ -532,8 +510,8 @@ class Messenger:
             return None
         return MismatchError(
             f"sendrecv: ranks must send and receive at the same place of their programs; rank "
-            f"{self._group.rank} receives in call {place} of its program what rank {source} sends in "
-            f"call {theirs}"
+            f"{self._group.rank} receives in call {place} of its program what rank {source} sends "
+            f"in call {theirs}"
         )
 
     def _take(
@@ -564,7 +542,7 @@ class Messenger:
 
 
 def _beside(sent: list[Handle], receiving: Steps, wait: _Wait, dest: int) -> Steps:
-    """Wait for what is received, then for what is sent; raise what is wrong with the first after that."""
+    """Wait for what is received, then for what is sent; only then raise an error of the first."""
     result, undelivered = None, list[UndeliveredError]()
     try:
         result = yield from receiving
@@ -594,13 +572,13 @@ def _send_error(transport: Transport, error: Exception, dest: int, tag: int) -> 
 
 
 def _wanted_of(like: Any, out: Any) -> Wanted | None:
-    """Return `_wanted`; None for an array of NumPy, which can be checked when the message is here."""
+    """Return `_wanted`; None for NumPy arrays, which can be checked when the message is here."""
     plain = like is None and (out is None or type(out) is np.ndarray)
     return None if plain else _wanted(like, out)
 
 
 def _wanted(like: Any, out: Any) -> Wanted:
-    """Tell what the result is like, or what is wrong with that: the message is taken all the same."""
+    """Return what the result is like, and the error in that: the message is taken all the same."""
     try:
         return wanted_kind(None, like, out), None
     except Exception as error:

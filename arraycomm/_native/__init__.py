@@ -1,4 +1,4 @@
-"""The door to the native part, in C: `compiled`, or None if it was not built or is not to be used."""
+"""The door to the part in C: `compiled`, or None if it was not built or is not to be used."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 /* See nodes.h.
  *
- * The first rank of a node leads: it sends and receives, by prepared messages that Python has made. Two ranks alone
- * on their nodes send one another their slots. Others send a common record, the header once and the payloads of all
- * ranks that are known so far, from a box in which it grows; large payloads go from slot to slot.
+ * The first rank of a node leads: it sends and receives, by prepared messages that Python has made. It sends a common
+ * record, the header once and the payloads of all ranks that are known so far, from a box in which it grows; large
+ * payloads go from slot to slot.
  *
  * MPI is called by the addresses of two functions that are the same in every MPI: they take pointers to handles. */
 
@@ -35,6 +35,10 @@ typedef struct {
     Lane lanes[ROUNDS];
 } Messages;
 
+/* How far the first rank of a node is in a step: the ranks of the node are awaited, or messages, or what is still to be
+ * sent; the step is over, or left to Python. */
+typedef enum { AWAITED, MOVED, SENT, OVER, LEFT } Stage;
+
 struct Nodes {
     PyObject ob_base;
     Py_buffer memory, box;
@@ -46,10 +50,16 @@ struct Nodes {
     int (*start)(void *request), (*test)(void *request, int *flag, void *status);
     Messages *messages;
     Py_ssize_t message_count;
-    /* Of the step under way: the round whose message is awaited, or -1; how many of its pieces have been begun; whether
-     * the first one has come, and differs; and MPI's error. */
-    int round, begun, error;
-    bool differs;
+    /* Of the step under way: its number, the bytes of this rank's payload, those of a rank in the box, and its messages;
+     * how far it is; the round, or -1, the lane of that, and whether its first piece fits; and MPI's error. */
+    int64_t step;
+    Py_ssize_t nbytes;
+    size_t each;
+    const Messages *current;
+    Stage stage;
+    int round, error;
+    Lane lane;
+    bool fits;
 };
 
 PyTypeObject *nodes_type;
@@ -171,14 +181,14 @@ static void nodes_dealloc(Nodes *self)
 /* ---- prepared messages ------------------------------------------------------------------------- */
 
 /* Look for a message until a time. */
-static bool is_over(const Nodes *self, void *request, int64_t end, int *error)
+static bool is_over(Nodes *self, void *request, int64_t end)
 {
     int64_t status[STATUS_WORDS];
     int over = 0;
     for (int looks = 1;; ++looks) {
-        *error = self->test(request, &over, status);
-        if (over && !*error) return true;
-        if (*error || clock_now() >= end) return false;
+        self->error = self->test(request, &over, status);
+        if (over && !self->error) return true;
+        if (self->error || clock_now() >= end) return false;
         if (looks % LOOKS == 0) sched_yield();
     }
 }
@@ -220,7 +230,7 @@ static int begin_pieces(const Nodes *self, Lane *lane, int until)
 }
 
 /* Look once for what has come, and begin as much. */
-static int advance(const Nodes *self, Lane *lane, int until)
+static int look(const Nodes *self, Lane *lane, int until)
 {
     int64_t status[STATUS_WORDS];
     int error = begin_pieces(self, lane, until);
@@ -235,23 +245,24 @@ static int advance(const Nodes *self, Lane *lane, int until)
     return error;
 }
 
-/* Take a lane up to a number of receives, until a time. */
-static bool have_come(const Nodes *self, Lane *lane, int until, int64_t end, int *error)
+/* Take the lane of the round up to a number of receives, until a time. */
+static bool have_come(Nodes *self, int until, int64_t end)
 {
+    Lane *const lane = &self->lane;
     for (int looks = 1;; ++looks) {
-        if ((*error = advance(self, lane, until))) return false;
+        if ((self->error = look(self, lane, until))) return false;
         if (lane->come >= until || lane->come == lane->count) return true;
         if (clock_now() >= end) return false;
         if (looks % LOOKS == 0) sched_yield();
     }
 }
 
-/* Whether nothing is to be sent any more, at the end of that time. */
-static bool are_sent(const Nodes *self, const Lane *lane, int64_t end, int *error)
+/* Whether nothing of a lane is to be sent any more, at the end of that time. */
+static bool are_sent(Nodes *self, const Lane *lane, int64_t end)
 {
     for (int piece = 0; piece < lane->count; ++piece) {
         void *const send = lane->messages[2 * piece + 1];
-        if (send && !is_over(self, send, end, error)) return false;
+        if (send && !is_over(self, send, end)) return false;
     }
     return true;
 }
@@ -299,7 +310,7 @@ static PyObject *nodes_add(Nodes *self, PyObject *args)
     if (rounds != self->rounds) return PyErr_Format(PyExc_ValueError, "there must be a lane for each round");
     const size_t each = whole(messages.nbytes), size = (size_t)self->slots.size;
     if (messages.nbytes < 0 || PAYLOAD + each > self->slots.slot ||
-        (messages.parity < 0 && 2 * PAYLOAD + size * each > (size_t)self->box.len))
+        2 * PAYLOAD + (messages.parity < 0 ? size * each : 0) > (size_t)self->box.len)
         return PyErr_Format(PyExc_ValueError, "there is no room for %zd bytes", messages.nbytes);
     Messages *const more = PyMem_Realloc(self->messages, ((size_t)self->message_count + 1) * sizeof(Messages));
     if (more == NULL) return PyErr_NoMemory();
@@ -319,7 +330,7 @@ static PyObject *nodes_clear_messages(Nodes *self, PyObject *none)
 static PyObject *nodes_state(Nodes *self, PyObject *none)
 {
     (void)none;
-    return Py_BuildValue("iiOi", self->round, self->begun, self->differs ? Py_True : Py_False, self->error);
+    return Py_BuildValue("ii", self->round, self->error);
 }
 
 static const Messages *find_messages(const Nodes *self, int parity, Py_ssize_t nbytes)
@@ -347,100 +358,130 @@ bool nodes_alike(const Nodes *self, int64_t step)
 }
 
 /* Whether the ranks of this node show the same header, and as many bytes. */
-static bool have_common(const Nodes *self, int64_t step, Py_ssize_t nbytes)
+static bool have_common(const Nodes *self)
 {
-    const char *const own = slot_of(&self->slots, step, self->slots.rank) + HEADER;
+    const char *const own = slot_of(&self->slots, self->step, self->slots.rank) + HEADER;
     for (int place = 0; place < self->member_count; ++place) {
         const int rank = self->members[place];
-        if (atomic_load_explicit(length_of(self, step, rank), memory_order_relaxed) != nbytes) return false;
-        if (memcmp(slot_of(&self->slots, step, rank) + HEADER, own, PAYLOAD - HEADER)) return false;
+        if (atomic_load_explicit(length_of(self, self->step, rank), memory_order_relaxed) != self->nbytes) return false;
+        if (memcmp(slot_of(&self->slots, self->step, rank) + HEADER, own, PAYLOAD - HEADER)) return false;
     }
     return true;
 }
 
 /* Begin the record of all ranks with those of this node. */
-static void pack(Nodes *self, int64_t step, Py_ssize_t nbytes, size_t each)
+static void pack(Nodes *self)
 {
     char *const box = self->box.buf;
-    const int64_t mark = ~(int64_t)nbytes;
+    const int64_t mark = ~(int64_t)self->nbytes;
+    const size_t each = self->each;
     memcpy(box, &mark, HEADER);
-    memcpy(box + HEADER, slot_of(&self->slots, step, self->slots.rank) + HEADER, PAYLOAD - HEADER);
-    for (int place = 0; place < self->member_count; ++place)
-        memcpy(box + PAYLOAD + (size_t)place * each, slot_of(&self->slots, step, self->members[place]) + PAYLOAD, each);
+    memcpy(box + HEADER, slot_of(&self->slots, self->step, self->slots.rank) + HEADER, PAYLOAD - HEADER);
+    for (int place = 0; place < self->member_count; ++place) {
+        const char *const slot = slot_of(&self->slots, self->step, self->members[place]);
+        memcpy(box + PAYLOAD + (size_t)place * each, slot + PAYLOAD, each);
+    }
 }
 
 /* Put the payloads of other nodes into their slots; those of the last round lie behind a header of their own. */
-static void unpack(Nodes *self, int64_t step, size_t each)
+static void unpack(Nodes *self)
 {
     const char *const box = self->box.buf;
     const int last = self->known[self->rounds - 1];
     for (int place = 0; place < self->other_count; ++place) {
         const int number = self->member_count + place;
-        const size_t at = PAYLOAD + (size_t)number * each + (number < last ? 0 : PAYLOAD);
-        memcpy(slot_of(&self->slots, step, self->others[place]) + PAYLOAD, box + at, each);
+        const size_t at = PAYLOAD + (size_t)number * self->each + (number < last ? 0 : PAYLOAD);
+        memcpy(slot_of(&self->slots, self->step, self->others[place]) + PAYLOAD, box + at, self->each);
     }
 }
 
 /* Put the payloads of the record that has come in a round behind those before. */
-static void add_record(Nodes *self, size_t each)
+static void add_record(Nodes *self)
 {
-    char *const come = (char *)self->box.buf + PAYLOAD + (size_t)self->known[self->round] * each;
+    char *const come = (char *)self->box.buf + PAYLOAD + (size_t)self->known[self->round] * self->each;
     const int ranks = self->known[self->round + 1] - self->known[self->round];
-    if (self->round + 1 < self->rounds) memmove(come, come + PAYLOAD, (size_t)ranks * each);
+    if (self->round + 1 < self->rounds) memmove(come, come + PAYLOAD, (size_t)ranks * self->each);
 }
 
 /* Whether the first piece that has come in a round is as this node's is. */
-static bool first_fits(const Nodes *self, int64_t step, Py_ssize_t nbytes, size_t each)
+static bool first_fits(const Nodes *self)
 {
     const char *const box = self->box.buf;
-    if (box) return !memcmp(box + PAYLOAD + (size_t)self->known[self->round] * each, box, PAYLOAD);
-    const int64_t length = nbytes;
-    return !memcmp(slot_of(&self->slots, step, self->others[0]), &length, HEADER);
+    return !memcmp(box + PAYLOAD + (size_t)self->known[self->round] * self->each, box, PAYLOAD);
 }
 
-/* Take the message of a round. The other one's is as long as this one's should be, if its first piece fits. */
-static bool make_round(Nodes *self, Lane lane, int64_t step, Py_ssize_t nbytes, size_t each, int64_t end)
+static void begin_round(Nodes *self, int round)
 {
-    bool come = have_come(self, &lane, 1, end, &self->error);
-    self->differs = come && !first_fits(self, step, nbytes, each);
-    come = come && !self->differs && have_come(self, &lane, INT_MAX, end, &self->error);
-    self->begun = lane.begun;
-    return come;
+    self->round = round;
+    self->fits = false;
+    if (round < self->rounds) self->lane = self->current->lanes[round];
 }
 
-static bool lead(Nodes *self, int64_t step, Py_ssize_t nbytes, int64_t end)
+/* Begin to move what this node shows, once all of its ranks are here. */
+static Stage await_node(Nodes *self, int64_t end)
 {
     for (int place = 0; place < self->member_count; ++place)
-        if (!wait_for_stamp(&self->slots, step, self->members[place], end)) return false;
-    const Messages *const messages = find_messages(self, (int)(step & 1), nbytes);
-    if (messages == NULL) return false;
-    const bool records = self->box.buf;
-    const size_t each = messages->parity < 0 ? whole(nbytes) : 0; /* of a rank in the box */
-    if (records && !have_common(self, step, nbytes)) return false;
-    if (records) pack(self, step, nbytes, each);
-    else memcpy(slot_of(&self->slots, step, self->slots.rank), &(int64_t){nbytes}, HEADER);
-    for (self->round = 0; self->round < self->rounds; ++self->round) {
-        if (!make_round(self, messages->lanes[self->round], step, nbytes, each, end)) return false;
-        if (records) add_record(self, each);
+        if (!wait_for_stamp(&self->slots, self->step, self->members[place], end)) return AWAITED;
+    self->current = find_messages(self, (int)(self->step & 1), self->nbytes);
+    if (self->current == NULL || !have_common(self)) return LEFT;
+    self->each = self->current->parity < 0 ? whole(self->nbytes) : 0;
+    pack(self);
+    begin_round(self, 0);
+    return MOVED;
+}
+
+/* Take the messages of all rounds. One is as long as it should be if its first piece fits. */
+static Stage move(Nodes *self, int64_t end)
+{
+    while (self->round < self->rounds) {
+        if (!self->fits && !have_come(self, 1, end)) return self->error ? LEFT : MOVED;
+        if (!self->fits && !(self->fits = first_fits(self))) return LEFT;
+        if (!have_come(self, INT_MAX, end)) return self->error ? LEFT : MOVED;
+        add_record(self);
+        begin_round(self, self->round + 1);
     }
-    if (records) {
-        unpack(self, step, each);
-        atomic_store_explicit(self->alike + (step & 1), 1, memory_order_relaxed);
-        atomic_store_explicit(self->complete, step, memory_order_release);
-    }
+    unpack(self);
+    atomic_store_explicit(self->alike + (self->step & 1), 1, memory_order_relaxed);
+    atomic_store_explicit(self->complete, self->step, memory_order_release);
+    return SENT;
+}
+
+static Stage await_sends(Nodes *self, int64_t end)
+{
     for (int round = 0; round < self->rounds; ++round)
-        if (!are_sent(self, &messages->lanes[round], end, &self->error)) return false;
-    return true;
+        if (!are_sent(self, &self->current->lanes[round], end)) return self->error ? LEFT : SENT;
+    return OVER;
+}
+
+/* Take the step as far as possible until a time, and return whether it is over. */
+static bool advance(Nodes *self, int64_t end)
+{
+    if (self->stage == AWAITED) self->stage = await_node(self, end);
+    if (self->stage == MOVED) self->stage = move(self, end);
+    if (self->stage == SENT) self->stage = await_sends(self, end);
+    return self->stage == OVER;
 }
 
 bool exchange_nodes(Nodes *self, int64_t step, Py_ssize_t nbytes, int64_t nanoseconds)
 {
     const int64_t end = clock_now() + nanoseconds;
+    if (self->members[0] != self->slots.rank) return wait_for_word(self->complete, step, end) && nodes_alike(self, step);
+    self->step = step;
+    self->nbytes = nbytes;
+    self->stage = AWAITED;
     self->round = -1;
-    self->begun = self->error = 0;
-    self->differs = false;
-    if (self->members[0] == self->slots.rank) return lead(self, step, nbytes, end);
-    return wait_for_word(self->complete, step, end) && nodes_alike(self, step);
+    self->error = 0;
+    return advance(self, end);
+}
+
+static PyObject *nodes_advance(Nodes *self, PyObject *none)
+{
+    bool over;
+    (void)none;
+    Py_BEGIN_ALLOW_THREADS
+    over = advance(self, 0);
+    Py_END_ALLOW_THREADS
+    return self->stage == LEFT ? Py_NewRef(Py_None) : PyBool_FromLong(over);
 }
 
 /* ---- the type ---------------------------------------------------------------------------------- */
@@ -451,9 +492,11 @@ static PyMethodDef nodes_methods[] = {
                "receives and sends in turn; 0 stands for none.")},
     {"clear", (PyCFunction)(void (*)(void))nodes_clear_messages, METH_NOARGS,
      PyDoc_STR("clear(): forget all messages.")},
+    {"advance", (PyCFunction)(void (*)(void))nodes_advance, METH_NOARGS,
+     PyDoc_STR("advance(): take the step under way further, and return whether it is over; None if Python has to go on.")},
     {"state", (PyCFunction)(void (*)(void))nodes_state, METH_NOARGS,
-     PyDoc_STR("state(): return the round of the last step, -1 if none was begun; how many pieces of it were begun; whether "
-               "the first one has come, and differs; and MPI's error, or 0.")},
+     PyDoc_STR("state(): return the round in which Python has to go on, -1 if none was begun, and MPI's error, or 0. The "
+               "first piece of that round has come, and differs.")},
     {NULL, NULL, 0, NULL},
 };
 

@@ -16,8 +16,8 @@ extern PyTypeObject *nodes_type;
 /* Say how much of its payload this rank shows in a step that it is about to post. */
 void announce(Nodes *self, int64_t step, Py_ssize_t nbytes);
 
-/* Take a posted step to its end, for at most so many nanoseconds and without the GIL. False if something is late or
- * unusual: Python goes on then from the state that the object tells. */
+/* Take a posted step further, for at most so many nanoseconds and without the GIL. False if it is not over: Python calls
+ * `advance` then, until it is, or is left to Python since ranks show different things. */
 bool exchange_nodes(Nodes *self, int64_t step, Py_ssize_t nbytes, int64_t nanoseconds);
 
 /* Whether all ranks were found to show the same in a step that is complete. Others' slots may then lack the header. */

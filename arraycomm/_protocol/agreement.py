@@ -1,4 +1,4 @@
-"""Agreement: all ranks find in one step whether they call the same thing, and raise together if not."""
+"""Agreement: one step shows whether all ranks call the same; if not, they raise together."""
 
 from __future__ import annotations
 
@@ -8,14 +8,7 @@ from collections.abc import Generator, Sequence
 from arraycomm._callsite import call_site
 from arraycomm._errors import name_operation, text_of
 from arraycomm._protocol.details import CallDetail, Detail, Failure, exchange_details
-from arraycomm._protocol.header import (
-    Headers,
-    Signature,
-    Status,
-    call_digest,
-    encode,
-    show,
-)
+from arraycomm._protocol.header import Headers, Signature, Status, call_digest, encode, show
 from arraycomm._protocol.leaving import leaving_error
 from arraycomm._protocol.mismatch import mismatch, peer_error
 from arraycomm._transports.base import Handle
@@ -37,7 +30,8 @@ class UndeliveredError(Exception):
         name_operation(self.error, operation)
         named = "operation" in vars(self.error) or str(self).startswith(f"{operation}: ")
         if not named:
-            # Of a framework's, a function of the user's, or an object that cannot be unpickled here.
+            # Of a framework's, a function of the user's, or an object that cannot be unpickled
+            # here.
             self.error.add_note(f"raised in {operation}")
             vars(self.error)["operation"] = operation
 
@@ -68,9 +62,9 @@ class Agreement(Headers):
         return [words[0] for words in self.all_words()]
 
     def all_words(self) -> list[tuple[int, ...]]:
-        """Return each rank's free and further words, also if the details have taken the place of the headers."""
+        """Return each rank's words, also if details have taken the place of the headers."""
         if self.calls is not None:
-            return [(call.length, *call.further) for call in self.calls]
+            return [(call.word, *call.further_words) for call in self.calls]
         return [self.raw_words(rank) for rank in range(self.size)]
 
 
@@ -81,7 +75,7 @@ def agree(
     negotiable: bool = False,
     site: str | None = None,
 ) -> Generator[Handle, None, Agreement]:
-    """Wait until every rank has shown its signature, as this one has; return all ranks' `Agreement`.
+    """Wait until every rank has shown its signature, as this one has; return the `Agreement`.
 
     Raises `PeerError` if another rank is raising, `MismatchError` if signatures differ. If it is
     `negotiable`, trees that differ are returned with their details instead.

@@ -20,8 +20,8 @@ _SMALL: Final = 1 << 20
 def malformed(rank: int, what: str) -> TransportError:
     """Return the error for something that a rank cannot have meant."""
     return TransportError(
-        f"rank {rank} announced {what}: its message is malformed; check that all ranks run the same "
-        "version of arraycomm, and the memory and network of its node"
+        f"rank {rank} announced {what}: its message is malformed; check that all ranks run the "
+        "same version of arraycomm, and the memory and network of its node"
     )
 
 

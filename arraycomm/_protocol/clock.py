@@ -26,7 +26,7 @@ class WaitClock:
         self.begin_anew()
 
     def begin_anew(self) -> None:
-        """Start at the present, with nothing missed; in a forked child too, where the lock may be held by nobody."""
+        """Start now, with nothing missed; in a forked child too, where no thread frees the lock."""
         self._missed, self._last = 0.0, time.monotonic()
         self._lock = threading.Lock()
 

@@ -1,9 +1,9 @@
 """Deadlock: ranks that wait for one another on different communicators, so that none can go on.
 
-While a rank waits long, its wait status says for whom it waits, and which waits of other ranks it holds
-up: those that cannot end before its own does, since this rank has not made the call that they wait in,
-and no other thread of its process could. Such a confirmed edge stays true as long as both statuses
-stay. A rank from which confirmed edges lead into a circle waits in vain.
+While a rank waits long, its wait status says for whom it waits, and which waits of other ranks it
+holds up: those that cannot end before its own does, since this rank has not made the call that they
+wait in, and no other thread of its process could. Such a confirmed edge stays true as long as both
+statuses stay. A rank from which confirmed edges lead into a circle waits in vain.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class WaitStatus:
 
     @classmethod
     def decode(cls, text: str) -> WaitStatus | None:
-        """Return the status that a text encodes; only `doing` if it is cut off, None if it is empty."""
+        """Return the status that a text encodes: only `doing` if cut off, None if it is empty."""
         doing, _, facts = text.partition("\n")
         if not doing:
             return None
@@ -82,7 +82,7 @@ def _tuples(facts: Any) -> Any:
 
 
 def find_deadlock(rank: int, waits: Mapping[int, WaitStatus]) -> list[int]:
-    """Return the ranks on the ways from `rank` into a circle of confirmed edges, sorted; or none."""
+    """Return, sorted, the ranks on the ways from `rank` into a circle of confirmed edges."""
     edges = {
         r: {
             m

@@ -77,17 +77,17 @@ class CallDetail(Detail):
     site: str
     leaves: tuple[LeafSpec, ...] | None = None
     settings: Settings = ()
-    length: int = 0
+    word: int = 0
     negotiable: bool = False
-    further: tuple[int, ...] = ()
+    further_words: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, made: Signature, site: str, words: tuple[int, ...], *, negotiable: bool) -> Self:
         """Return what a rank calls, with the free words of its header."""
-        length, *further = words
+        word, *further = words
         return cls(
             *(made.head, str(made), site, made.leaves, made.settings),
-            *(length, negotiable, tuple(further)),
+            *(word, negotiable, tuple(further)),
         )
 
     @classmethod
@@ -101,7 +101,7 @@ class CallDetail(Detail):
     def shortened(self) -> dict[str, Any]:
         kept = {name: getattr(self, name) for name in ("head", "call", "site")}
         texts = {name: text[-_LONG:] for name, text in kept.items()}
-        words = {"length": self.length, "further": self.further}
+        words = {"word": self.word, "further_words": self.further_words}
         return {**texts, **words, "negotiable": self.negotiable}
 
 
@@ -191,7 +191,7 @@ def exchange_details(
 
 
 def _read(rank: int, text: bytes, known: dict[str, type[Detail]]) -> Detail:
-    """Return the message of a text; its fields have the types of the class, as far as JSON has them."""
+    """Return the message of a text; its fields have the class's types, as far as JSON has them."""
     try:
         kind, values = json.loads(text.decode())
         read = known[kind].read(values)

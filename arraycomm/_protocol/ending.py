@@ -1,4 +1,4 @@
-"""The end of this process's groups: the ranks wait for one another, and see how each has come to its end."""
+"""The end of this process's groups: ranks wait for one another, and see how each has ended."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from arraycomm._protocol.still_waiting import StillWaiting
 from arraycomm._transports.control import ControlChannel
 from arraycomm._transports.notes import ENDED, FAILED, GAVE_UP, GONE
 
-# Seconds for which a rank that knows of a failure waits for those that do not, and for those that do.
+# Seconds for which a rank that knows of a failure waits for those that do not, and for those that
+# do.
 _GRACE: Final = 3.0
 _HANDLING: Final = 60.0
 _NAP: Final = 1e-4
@@ -30,10 +31,12 @@ def wait_for_ends(
 ) -> tuple[bool, bool]:
     """Wait for the other ranks to come to their ends as well.
 
-    Returns whether all have ended well, and whether one has died that this rank's program knows nothing of.
+    Returns whether all have ended well, and whether one has died that this rank's program knows
+    nothing of.
 
-    A rank that works is waited for. Once a rank has failed, those that do not know of it yet are waited for
-    only so long, since they may wait for it outside the library; those that have handled it have longer.
+    A rank that works is waited for. Once a rank has failed, those that do not know of it yet are
+    waited for only so long, since they may wait for it outside the library; those that have handled
+    it have longer.
 
     Parameters
     ----------
@@ -84,8 +87,8 @@ def _say_who_died(seen: list[_Ends]) -> bool:
 class _Ends:
     """How the ranks of one group come to their ends, as far as this one has seen.
 
-    In shared memory each says it in its notes. Otherwise a last step of the group says it, and messages do of
-    the ranks that an error has put out of step.
+    In shared memory each says it in its notes. Otherwise a last step of the group says it, and
+    messages do of the ranks that an error has put out of step.
     """
 
     def __init__(self, group: Group, failure: str) -> None:
@@ -131,8 +134,8 @@ class _Ends:
         in_step = _states_in_step(control) if complete and control.ended else {}
         out_of_step = not self._stepping or bool(states) or complete
         if not self._insists and out_of_step and len(in_step) < len(control.peers):
-            # Some rank does not come to that step: what this one has announced is said by messages too,
-            # also if it has heard of all others.
+            # Some rank does not come to that step: what this one has announced is said by messages
+            # too, also if it has heard of all others.
             self._insists = True
             control.notes.announce_exit(self._own, control.completed, "")
         return states | in_step

@@ -25,7 +25,7 @@ from arraycomm._transports.control import ControlChannel
 
 
 class NotFinishedError(Exception):
-    """The time of a wait is over. Not a `TimeoutError`, which a program's own function may raise in a task."""
+    """The time of a wait is over. Not a `TimeoutError`: a program's function may raise that too."""
 
 
 class Engine:
@@ -33,9 +33,9 @@ class Engine:
 
     A `with` block of it is one call of the user's.
 
-    The engine calls `watch(seconds waited)` while it waits; that raises if waiting on makes no sense.
-    It calls `after_wait` when a wait is over, and `push_others` during a wait if no thread pushes on the
-    requests of other queues.
+    The engine calls `watch(seconds waited)` while it waits; that raises if waiting on makes no
+    sense. It calls `after_wait` when a wait is over, and `push_others` during a wait if no thread
+    pushes on the requests of other queues.
     """
 
     def __init__(
@@ -126,7 +126,8 @@ class Engine:
     def follow(self, program: Steps) -> None:
         """Put a program right behind the one that is running: what comes next waits for it.
 
-        It may be pushed on beside that one, whose thread may wait outside Python for what fails here.
+        It may be pushed on beside that one, whose thread may wait outside Python for what fails
+        here.
         """
         self.follower = Task(program)
         self.queue.insert(1 if self.queue else 0, self.follower)
@@ -184,7 +185,7 @@ class Engine:
             self.wait_for(partial(self._pushed, task), lambda waited: None)
 
     def _absent(self, handle: Handle | None) -> bool:
-        """Return whether only absent ranks are waited for: by the handle, and by what is under way."""
+        """Return whether only absent ranks are awaited: by the handle and by what is under way."""
         waiting = [*([handle] if handle else []), *(task.waiting for task in self._active())]
         headers = bool(waiting) and all(isinstance(one, ControlChannel) for one in waiting)
         return headers and self._has_thread()

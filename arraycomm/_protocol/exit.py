@@ -1,4 +1,4 @@
-"""How this process leaves its groups: announced, in step with the others, and never with MPI pending."""
+"""How this process leaves its groups: announced, in step with others, never with MPI pending."""
 
 from __future__ import annotations
 
@@ -31,8 +31,9 @@ from arraycomm._transports.notes import ENDED, FINALIZED, GONE
 _GRACE: Final = 3.0
 _STUCK: Final = 10.0
 _NAP: Final = 1e-4
-# Seconds in which a launcher has forwarded what ranks have printed, and in which ranks that raise at
-# the same time, but cannot see one another, have printed it. The launcher ends all once one is gone.
+# Seconds in which a launcher has forwarded what ranks have printed, and in which ranks that raise
+# at the same time, but cannot see one another, have printed it. The launcher ends all once one is
+# gone.
 _FORWARDING: Final = 0.2
 _PRINTING: Final = 2.0
 # Seconds in which other ranks that have ended well leave Python.
@@ -42,8 +43,8 @@ _TURN: Final = 0.25
 # What a shell reports of a program that Ctrl-C has ended.
 _INTERRUPTED: Final = 128 + signal.SIGINT
 _FORKED: Final = (
-    "a forked process cannot use the communicator of its parent; communicate in the parent, or call "
-    "arraycomm.init(backend='self') here for a world of this process alone"
+    "a forked process cannot use the communicator of its parent; communicate in the parent, or "
+    "call arraycomm.init(backend='self') here for a world of this process alone"
 )
 
 
@@ -61,8 +62,8 @@ class _Process:
         self.watching = False
         # Whether this process is a forked child of one that communicates over MPI.
         self.forked = False
-        # Whether mpi4py leaves the end of MPI to this module; the beginning of that end, and whether MPI has
-        # something under way then.
+        # Whether mpi4py leaves the end of MPI to this module; the beginning of that end, and
+        # whether MPI has something under way then.
         self.ends_mpi = self.leaves = self.pending = False
         # What was passed to `sys.exit` last.
         self.status: object = None
@@ -134,7 +135,8 @@ def refuse_forked_child(operation: str) -> None:
 def take_over_the_end() -> None:
     """Have mpi4py, which is about to be imported, leave the end of MPI to this module.
 
-    Then the process may also end without it, as a rank does that others no longer wait for, and a forked child.
+    Then the process may also end without it, as a rank does that others no longer wait for, and a
+    forked child.
     """
     import mpi4py
 
@@ -175,7 +177,8 @@ def _watch_exceptions() -> None:
                 previous(kind, error, trace)
             sys.stderr.flush()
         finally:
-            # A rank that fails because another did shows no traceback: the other's is the one to see.
+            # A rank that fails because another did shows no traceback: the other's is the one to
+            # see.
             _announce_exit(GONE, "" if isinstance(error, PeerError) else _process.failure)
 
     sys.excepthook = excepthook
@@ -208,7 +211,7 @@ def _gone_below(group: Group) -> list[int]:
 
 
 def _ignore_interrupts() -> None:
-    """Let no further Ctrl-C end the steps by which this process leaves: MPI's own end would crash."""
+    """Let no Ctrl-C end the steps by which this process leaves: MPI's own end would crash."""
     with suppress(ValueError):
         # Only the main thread may; it is the one that leaves.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -325,7 +328,7 @@ def _mpi_has_ended() -> bool:
 
 
 def _end_mpi() -> None:
-    """End MPI, as it is left to arraycomm or has something pending that nobody waits for any more."""
+    """End MPI if that is left to arraycomm, or if MPI has something pending that nobody awaits."""
     if not _mpi_is_active() or not (_process.ends_mpi or _process.pending):
         return
     over = threading.Event()
@@ -357,7 +360,7 @@ def _leave_without_mpi(least: int) -> None:
 
 
 def _do_the_rest() -> None:
-    """Do what Python does at its end, for a process that leaves before: atexit's calls, open files."""
+    """Do what Python does at its end, if a process leaves before: atexit's calls, open files."""
     atexit.unregister(_at_exit)
     with suppress(BaseException):
         # Those that were registered before this module's.
@@ -378,7 +381,7 @@ def _flush() -> None:
 
 
 def _watched() -> list[Group]:
-    """Return the groups whose ranks make up the families: the first of each, or all if that was freed."""
+    """Return the groups that hold each family's ranks: the first, or all if that was freed."""
     return [
         group
         for root in _process.roots
@@ -387,7 +390,7 @@ def _watched() -> list[Group]:
 
 
 def _all_ended_well() -> tuple[bool, bool]:
-    """Tell the other ranks how this one ends; tell whether all are well, and whether the program missed an error."""
+    """Tell how this rank ends; return whether all are well, and whether an error was missed."""
     completed = _completed()
     if not completed:
         _process.failure = _process.failure or "a request failed"
@@ -408,7 +411,7 @@ def _knows_of_failure() -> bool:
 
 
 def _completed() -> bool:
-    """Complete what is outstanding on this rank; tell whether there is no error that nobody has seen."""
+    """Complete what is outstanding on this rank; return whether no error has stayed unseen."""
     seen = True
     for group in _process.groups():
         with suppress(RuntimeWarning):
@@ -440,7 +443,8 @@ def _linger(watched: list[Group]) -> None:
         time.sleep(_NAP)
 
 
-# Not thrown away: what is outstanding there is the parent's, and its programs would begin to clean up.
+# Not thrown away: what is outstanding there is the parent's, and its programs would begin to clean
+# up.
 _of_parents: Final[list[Engine]] = []
 
 

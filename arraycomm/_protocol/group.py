@@ -31,7 +31,7 @@ class Tracer(Protocol):
     def call(
         self, group: Any, begin: Callable[..., Steps], name: str, prepare: Any, site: str | None
     ) -> Steps:
-        """Return the steps of `begin(name, prepare, site)`, recorded; `site` is that of a request."""
+        """Return `begin(name, prepare, site)`'s steps, recorded; `site` is that of a request."""
 
     def message(
         self, group: Any, operation: str, message: Any, steps: Steps, site: str, *, awaited: bool
@@ -98,14 +98,15 @@ class Group:
         self.open_together: list[int] = []
         # Records the calls of this group and its family while a trace is on.
         self.tracer: Tracer | None = None
-        # Called when a guard or a tracer is to see every call, also those that do not come to the runner.
+        # Called when a guard or a tracer is to see every call, also those that do not come to the
+        # runner.
         self.on_watch: list[Callable[[], None]] = []
         # Called when the group ends on this rank, however it does.
         self.on_end: list[Callable[[], None]] = []
         # Called before those when an error ends it: what is under way has to be given up.
         self.on_failure: list[Callable[[], None]] = []
-        # Called at the end of the program, and before the group is freed, to wait for what is under way
-        # outside the transport.
+        # Called at the end of the program, and before the group is freed, to wait for what is under
+        # way outside the transport.
         self.on_exit: list[Callable[[], None]] = []
         self.on_free: list[Callable[[], None]] = []
         # The duplicates that no user sees, on all ranks alike, and what uses each.
@@ -125,7 +126,8 @@ class Group:
     def guarded(self, steps: Steps, *, deferred: bool = False) -> Steps:
         """Close the group if steps fail in a way that leaves ranks out of step.
 
-        The error of steps that are `deferred` is kept for the next call, before anything is aborted.
+        The error of steps that are `deferred` is kept for the next call, before anything is
+        aborted.
         """
         result, undelivered = None, list[Exception]()
         try:
@@ -191,7 +193,8 @@ class Group:
         self.unfinished = waiting is not None and not on_control
         self.end(error)
         in_vain = isinstance(error, CommTimeoutError) and not isinstance(error, DeadlockError)
-        # After a timeout, others that wait in the same step are to time out themselves; who comes later is told.
+        # After a timeout, others that wait in the same step are to time out themselves; who comes
+        # later is told.
         state, step = (GAVE_UP, self.control.step) if in_vain else (FAILED, self.control.completed)
         self.control.notes.announce_exit(state, step, self._exit_text(error))
 

@@ -1,9 +1,22 @@
 """The header: one step of the control channel in which each rank shows what it is about to call.
 
-A header is fifteen words of 8 bytes. If the digests of all ranks are equal, the ranks agree. If not,
-two smaller digests tell the call (operation, op, root) from the array (dtype, shape); a rank that
-cannot know its array shows 0 for it, which matches anything. Only this module knows where in a
+A header is fifteen words of 8 bytes. If the digests of all ranks are equal, the ranks agree. If
+not, two smaller digests tell the call (operation, op, root) from the array (dtype, shape); a rank
+that cannot know its array shows 0 for it, which matches anything. Only this module knows where in a
 header each field lies.
+
+Ranks may differ in the free word, which the digest leaves out. What it says has a type for each
+use:
+
+an int       a length, of axis 0 or in bytes, or a flag; see `Headers.lengths`
+dtypes       that a result cannot have, and the framework of a root (`_calls/refusals.py`)
+a digest     of what may differ if all ranks take it well, such as the place of a shared array
+a weight     of gradients (`_training/weighted.py`)
+`Place`      where a rank is in its training (`_training/rounds.py`)
+`Where`      in which update, and at which call of a program (`_training/numbered.py`)
+
+Of a tree, whose shapes are in a digest, the words of the shape are free as well
+(`_training/verification.py`).
 """
 
 from __future__ import annotations
@@ -11,7 +24,7 @@ from __future__ import annotations
 import enum
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Final, NamedTuple
 
@@ -31,7 +44,7 @@ _MAX_LENGTH: Final = 1 << 40
 
 _WORDS: Final = struct.Struct("<15q")
 _DIGEST, _CALL, _ARRAY, _PACKED, _SHAPE = 1, 2, 3, 4, 5
-_PAYLOAD_BYTES, _LENGTH, _DEVICE_FLAG = 13, 14, 15
+_PAYLOAD_BYTES, _FREE, _DEVICE_FLAG = 13, 14, 15
 
 _codes: dict[str, int] = {"": 0}
 _names: dict[int, str] = {0: ""}
@@ -47,7 +60,7 @@ class Status(enum.IntEnum):
 
 
 class LeafSpec(NamedTuple):
-    """One leaf of a tree, as ranks compare it: its path, its dtype or type, the shape of an array."""
+    """One leaf of a tree, as ranks compare it: its path, its dtype or type, an array's shape."""
 
     path: str
     kind: str
@@ -65,8 +78,8 @@ Settings = tuple[tuple[str, str | int | None], ...]
 class Signature:
     """What a rank is about to call.
 
-    `shape` is None on a rank that cannot know its array, and begins with `ANY` if the length of axis
-    0 may differ between ranks. A header carries a digest of `leaves` and `settings`.
+    `shape` is None on a rank that cannot know its array, and begins with `ANY` if the length of
+    axis 0 may differ between ranks. A header carries a digest of `leaves` and `settings`.
     """
 
     operation: str
@@ -76,6 +89,14 @@ class Signature:
     shape: tuple[int, ...] | None = None
     leaves: tuple[LeafSpec, ...] | None = None
     settings: Settings = ()
+    _hash: int | None = field(default=None, init=False, repr=False, compare=False)
+
+    def __hash__(self) -> int:
+        # Worked out once: encoded headers are found by it, and leaves may be many.
+        if self._hash is None:
+            own = hash((self.operation, self.op, self.root, self.dtype, self.shape, self.leaves))
+            object.__setattr__(self, "_hash", own)
+        return self._hash or 0
 
     def __str__(self) -> str:
         if self.leaves is not None:
@@ -162,21 +183,21 @@ class Headers:
         return row
 
     def payloads(self, nbytes: int) -> Bytes:
-        """Return the bytes that came with all headers, if every rank sent so many: one row a rank."""
+        """Return what came with all headers, one row a rank, if each rank sent `nbytes` bytes."""
         rows: Bytes = self.rows[:, PAYLOAD : PAYLOAD + nbytes]
         return rows
 
     def raw_words(self, rank: int) -> tuple[int, ...]:
-        """Return the free word of a rank's header, and the further ones of a tree's; see `with_words`."""
+        """Return the word of a rank's header, and a tree's further ones; see `with_words`."""
         first = rank * self.stride + _SHAPE
-        return self._word(rank, _LENGTH), *self.words[first : first + MAX_DIMS]
+        return self._word(rank, _FREE), *self.words[first : first + MAX_DIMS]
 
     def lengths(self, itemsize: int | None = None) -> list[int]:
         """Return what each rank announces as its length, if the ranks may differ in it.
 
         With `itemsize`, what came with a rank's header has to be so many bytes for each.
         """
-        lengths = self._all(_LENGTH)
+        lengths = self._all(_FREE)
         for rank, length in enumerate(lengths):
             if not 0 <= length <= _MAX_LENGTH:
                 raise malformed(rank, f"a length of {length}")
@@ -210,7 +231,7 @@ def call_digest(signature: Signature) -> int:
 def encode(
     signature: Signature,
     payload_bytes: int,
-    length: int = 0,
+    *,
     status: Status = Status.CALLING,
     device_flag: int = ON_HOST,
 ) -> bytes:
@@ -231,14 +252,14 @@ def encode(
         digest(call, array, packed, device_flag),
         *(call, array, packed),
         *dims[:MAX_DIMS],
-        *(payload_bytes, length, device_flag),
+        *(payload_bytes, 0, device_flag),
     )
 
 
-def with_words(prefix: bytes, length: int, further: Sequence[int] = ()) -> bytes:
-    """Return the encoded header of a tree with other words that the digest leaves out: its length, and `MAX_DIMS` more."""
+def with_words(prefix: bytes, word: int, further: Sequence[int] = ()) -> bytes:
+    """Return an encoded header with its free word, and of a tree up to `MAX_DIMS` more."""
     words = list(_WORDS.unpack(prefix))
-    words[_LENGTH - 1] = length
+    words[_FREE - 1] = word
     words[_SHAPE - 1 : _SHAPE - 1 + len(further)] = further
     return _WORDS.pack(*words)
 
@@ -249,7 +270,7 @@ def has_room_for(dtype: DType, shape: tuple[int, ...]) -> bool:
 
 
 def show(control: ControlChannel, prefix: bytes, payload: Bytes | None) -> None:
-    """Post a header and what travels with it; the step is over once every rank has shown its own."""
+    """Post a header and what travels with it; the step ends once every rank has shown its own."""
     slot = control.mine[(control.step + 1) & 1]
     slot[PREFIX] = prefix
     length = 0 if payload is None else len(payload)

@@ -1,4 +1,4 @@
-"""How ranks over MPI come together: MPI begins, and all meet, before a call in which they could only wait."""
+"""How ranks meet over MPI: it begins, and all come, before a call in which they could only wait."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from arraycomm._protocol.waiting import wait_for
 # Tags that programs hardly use: of what a rank says to rank 0, and of what that says.
 _TO_FIRST: Final = (1 << 20) + 7
 _FROM_FIRST: Final = (1 << 20) + 8
-# What they say: that they are there, that they still are, that all are, that they have given up; and rank 0 to those
-# that wait, and to those that come too late, why all give up.
+# What they say: that they are there, that they still are, that all are, that they have given up;
+# and rank 0 to those that wait, and to those that come too late, why all give up.
 _HERE, _STILL_HERE, _ALL_HERE, _GIVES_UP, _IN_VAIN, _TOO_LATE = b"h", b"s", b"a", b"g", b"v", b"l"
 # The longest message, and how many ranks one names.
 _LONGEST: Final = 512
-# Seconds in which rank 0, which is there, says for whom it has waited in vain; and those in which a message that
-# has been sent is there.
+# Seconds in which rank 0, which is there, says for whom it has waited in vain; and those in which a
+# message that has been sent is there.
 _SAYING: Final = 2.0
 _SHOWING: Final = 0.1
 _DEFAULT: Final = 1800.0
 
 
 def seconds_of(timeout: Any) -> float:
-    """Return the seconds that an argument means, which is still to be checked; a default if it is wrong."""
+    """Return the seconds of an argument that is still to be checked; a default if it is wrong."""
     if timeout is None:
         return float("inf")
     valid = isinstance(timeout, int | float) and not isinstance(timeout, bool) and timeout > 0
@@ -83,7 +83,8 @@ def _initialize(module: Any, rc: Any) -> None:
     name = f"THREAD_{rc.thread_level.upper()}" if rc.threads in (True, "yes") else "THREAD_SINGLE"
     level = getattr(module, name)
     try:
-        # By ctypes, since mpi4py would hold Python's lock, so that no thread could look at the clock.
+        # By ctypes, since mpi4py would hold Python's lock, so that no thread could look at the
+        # clock.
         begin = ctypes.CDLL(module.__file__).MPI_Init_thread
     except (OSError, AttributeError):
         module.Init_thread(level)
@@ -312,12 +313,13 @@ def _have(number: int) -> str:
 
 
 def finish(request: Any, what: str, timeout: float) -> None:
-    """Wait for a nonblocking call of MPI that every rank has begun, or is about to; raise if one does not."""
+    """Wait for a nonblocking MPI call that every rank begins about now; raise if one does not."""
 
     def watch(waited: float) -> None:
         if waited > timeout:
             raise CommTimeoutError(
-                f"{what}: waited {timeout:g} s (timeout {timeout:g} s) for a rank that had come, and has gone"
+                f"{what}: waited {timeout:g} s (timeout {timeout:g} s) for a rank that had come, "
+                "and has gone"
             )
 
     wait_for(request.Test, 0, watch)

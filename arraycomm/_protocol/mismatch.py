@@ -1,4 +1,4 @@
-"""The errors of ranks that called different things, or of which one raised: who did what, and where."""
+"""Errors of ranks that called different things, or of which one raised: who did what, where."""
 
 from __future__ import annotations
 

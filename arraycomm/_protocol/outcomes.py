@@ -77,7 +77,7 @@ class Outcomes:
             self._tell([outcome] if outcome.error is not None else [])
 
     def free(self) -> None:
-        """Report the requests that nobody can wait for any more; later ones are reported at once."""
+        """Report the requests that nobody can wait for any more, and later ones at once."""
         self._freed = True
         self._tell([outcome for outcome in self._open if outcome.dropped])
 

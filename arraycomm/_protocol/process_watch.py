@@ -1,8 +1,8 @@
-"""A thread that ends this process if nothing else would: its launcher has died, or a call of MPI does not return.
+"""A thread that ends this process if nothing else would: the launcher died, or a call of MPI hangs.
 
-Some launchers end their ranks even if they are killed. Others do not, and then nobody could end the job. A rank
-that waits raises errors between its calls of MPI, but Open MPI may never return from one of these calls once a
-connection to another host has broken.
+Some launchers end their ranks even if they are killed. Others do not, and then nobody could end the
+job. A rank that waits raises errors between its calls of MPI, but Open MPI may never return from
+one of these calls once a connection to another host has broken.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from arraycomm._transports.mpi.files import remove_mpi_files
 
 # Seconds between two looks.
 _INTERVAL: Final = 1.0
-# The calls of MPI by which a rank polls return at once. One that takes so many seconds never returns.
+# The calls of MPI by which a rank polls return at once. One that takes so many seconds never
+# returns.
 _FOR_EVER: Final = 60.0
 # Seconds that a program has to act on the signal.
 _PATIENCE: Final = 10.0
@@ -38,7 +39,8 @@ _TRANSPORTS: Final = str(Path(str(_transports.__file__)).parent)
 def start(*, over_mpi: bool) -> None:
     """Begin to watch, if there is a launcher, or if this process communicates over MPI.
 
-    The thread is none of the `threading` module's, since it never communicates: no rank waits for it.
+    The thread is none of the `threading` module's, since it never communicates: no rank waits for
+    it.
     """
     launcher, ended = find_launcher(os.getppid()), select.poll()
     if launcher is None and not over_mpi:
@@ -66,7 +68,7 @@ def _watch(launcher: Ancestor | None, ended: select.poll) -> None:
 
 
 def _stuck_in_mpi() -> list[str]:
-    """Return the stack of a thread in which a handle asks MPI whether it is done; empty if there is none."""
+    """Return the stack of a thread in which a handle polls MPI; empty if there is none."""
     for frame in sys._current_frames().values():
         if _polls(frame):
             return traceback.format_stack(frame)

@@ -19,7 +19,8 @@ _GLANCE: Final = 2e-4
 _POLLS: Final = 32
 # Seconds without the GIL: the longest wait for a rank that is late.
 _ASIDE: Final = 0.01
-# Seconds that the thread stays for the next program: to start another one takes longer than a short message.
+# Seconds that the thread stays for the next program: to start another one takes longer than a short
+# message.
 _LINGER: Final = 0.05
 
 
@@ -31,7 +32,7 @@ class Program(Protocol):
 
 
 class ProgressThread:
-    """Calls `advance(polls)` in a thread that lives while there are `active` programs, and a moment longer."""
+    """Calls `advance(polls)` in a thread that outlives the last `active` program by a moment."""
 
     # Whether the system has refused this process a thread.
     refused: ClassVar[bool] = False
@@ -41,13 +42,15 @@ class ProgressThread:
     ) -> None:
         self._advance, self._active = advance, active
         self._thread: threading.Thread | None = None
-        # Held by who looks at the thread's state: whether it waits for a program, and whether it may.
+        # Held by who looks at the thread's state: whether it waits for a program, and whether it
+        # may.
         self._state = threading.Lock()
         self._lingers, self._may_linger = False, True
         # Released to end that wait.
         self._wake = threading.Lock()
         self._wake.acquire()
-        # Whether a caller waits just now and pushes on by itself: two would take turns for the core.
+        # Whether a caller waits just now and pushes on by itself: two would take turns for the
+        # core.
         self._aside = False
         # Set to end a wait without the GIL.
         self._woken = memoryview(bytearray(4)).cast("i")
@@ -97,7 +100,8 @@ class ProgressThread:
         while self._has_programs():
             self._woken[0] = 0
             if not self.aside:
-                # Some MPI move a piece of the data with each poll. Late ranks come after one as well.
+                # Some MPI move a piece of the data with each poll. Late ranks come after one as
+                # well.
                 self._advance(_POLLS if self._moves() else 1)
             if not self.aside and self._wait_without_gil():
                 continue
@@ -108,7 +112,7 @@ class ProgressThread:
                 time.sleep(self._nap())
 
     def _wait_without_gil(self) -> bool:
-        """Wait for late ranks, if the only program waits for them in shared memory; tell whether it does."""
+        """Wait for late ranks in shared memory if the only program does; return whether it does."""
         programs = self._active()
         if compiled is None or len(programs) != 1:
             return False
@@ -127,7 +131,7 @@ class ProgressThread:
         return True
 
     def _has_programs(self) -> bool:
-        """Return whether there are programs, after a moment in which one may come; if not, the thread ends."""
+        """Return whether there are programs, after a moment for new ones; else the thread ends."""
         with self._state:
             if self._active():
                 return True
@@ -145,7 +149,7 @@ class ProgressThread:
             return False
 
     def _nap(self) -> float:
-        """Return for how long to sleep: longer if all programs have long waited for absent ranks."""
+        """Return the seconds to sleep: more if all programs have long waited for absent ranks."""
         now, programs = clock.now(), self._active()
         if not all(isinstance(program.waiting, ControlChannel) for program in programs):
             return NAP

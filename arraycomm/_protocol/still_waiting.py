@@ -29,7 +29,7 @@ class _Setting:
 
 
 def choose(seconds: Any) -> None:
-    """Set after how many seconds of waiting this process prints the line, None for never; or raise."""
+    """Set the seconds of waiting before this process prints the line, None for never; or raise."""
     if seconds is not None:
         if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
             raise TypeError(

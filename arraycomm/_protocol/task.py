@@ -1,4 +1,4 @@
-"""A program that goes on while its caller does something else: a request, a message, or a check that follows."""
+"""A program that goes on beside its caller: a request, a message, or a check that follows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a rank waits: it polls, after a while it gives up its core between polls, and then it sleeps."""
+"""How a rank waits: it polls, then it gives up its core between polls, and then it sleeps."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from arraycomm._transports.base import Handle
 # Seconds after which a wait sleeps between polls, instead of only giving up the core.
 PATIENCE: Final = 0.02
 NAP: Final = 5e-5
-# While ranks are absent, so that no data moves, it sleeps for this part of the time, up to so many seconds at once;
-# and for that one if each poll takes the interpreter from a caller that computes.
+# While ranks are absent, so that no data moves, it sleeps for this part of the time, up to so many
+# seconds at once; and for that one if each poll takes the interpreter from a caller that computes.
 _PART: Final = 1 / 200
 _PART_ASIDE: Final = 1 / 32
 _LONG_NAP: Final = 1e-3
@@ -56,8 +56,9 @@ def wait_for(
 ) -> None:
     """Poll until `done`; `watch(seconds waited)` now and then, which may raise.
 
-    `moved` tells when a part of what is waited for was last done: patience begins anew then. `absent` tells
-    whether ranks are waited for that have not called: no data moves, which might need more polls.
+    `moved` tells when a part of what is waited for was last done: patience begins anew then.
+    `absent` tells whether ranks are waited for that have not called: no data moves, which might
+    need more polls.
     """
     for _ in range(spins):
         if done():
@@ -96,7 +97,7 @@ def done_after_all(done: Callable[[], bool], watch: Watch, waited: float) -> boo
 
 
 def beside_own_work(waiting: Handle, watch: Watch) -> Watch:
-    """Return a watch that does not count the time in which a handle waits for what is this rank's own.
+    """Return a watch that does not count a handle's waits for what is this rank's own.
 
     Such a handle says so by its `local`. Others are watched as they are.
     """

@@ -1,7 +1,7 @@
 """The watchdog: raises while a rank waits, if waiting on makes no sense.
 
-Another rank may have left, its process may have died, or it may not come in time. While a rank waits
-long, the watchdog reports to the others what it waits in, so that their errors can name it.
+Another rank may have left, its process may have died, or it may not come in time. While a rank
+waits long, the watchdog reports to the others what it waits in, so that their errors can name it.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ _LONG_WAIT: Final = 0.1
 _ASK_AT: Final = (0.5, 0.9)
 # Seconds in which a message of a rank that has left still arrives.
 LAST_MESSAGE: Final = 0.5
-# The longest timeout, in seconds, with which a wait counts as one that ends by itself: other ranks learn
-# late that it has ended, and would take it for part of a deadlock.
+# The longest timeout, in seconds, with which a wait counts as one that ends by itself: other ranks
+# learn late that it has ended, and would take it for part of a deadlock.
 _SOON: Final = 5.0
 # Seconds in which a rank that waits beside one that has given up is likely to time out itself.
 _OWN_TIMEOUT: Final = 2.0
-# A rank that has waited for less, in seconds, when it sees that another has given up, has come after that.
+# A rank that has waited for less, in seconds, when it sees that another has given up, has come
+# after that.
 _LATE: Final = 0.25
 
 
@@ -86,7 +87,8 @@ class Watchdog:
     def limited(self, timeout: Any, prepare: Callable[P, T]) -> Callable[P, T]:
         """Return `prepare` of a call that may wait so long, instead of as long as the group's.
 
-        It checks the timeout together with the call's arguments: the other ranks hear if it is wrong.
+        It checks the timeout together with the call's arguments: the other ranks hear if it is
+        wrong.
         """
 
         def limited(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -128,7 +130,7 @@ class Watchdog:
         return self._timeout is not None and self._timeout <= _SOON
 
     def _given_up(self, left: dict[int, ExitNotice], waited: float) -> list[int]:
-        """Return the ranks that have given up, if this one need not or cannot time out beside them."""
+        """Return the ranks that gave up, if this one need not or cannot time out beside them."""
         here, shared = self._control.step, self._control.shared
         # In a step of messages, others may need what they have not passed on.
         found = [r for r, n in left.items() if n.state == GAVE_UP and n.step < here + (not shared)]
@@ -184,19 +186,19 @@ class Watchdog:
         if timeout is not None and waited > timeout:
             seen = "; ".join(f"rank {peer} {self.last_seen(peer)}" for peer in wait.peers)
             raise CommTimeoutError(
-                f"{wait.doing} at {wait.site}: waited {waited:.1f} s (timeout {timeout:g} s) on rank "
-                f"{self._control.rank}; {seen}"
+                f"{wait.doing} at {wait.site}: waited {waited:.1f} s (timeout {timeout:g} s) on "
+                f"rank {self._control.rank}; {seen}"
             )
 
     # Deaths
 
     def explain_failure(self, error: TransportError) -> None:
-        """Raise `PeerError` if the transport's error means that a rank has died, which it may learn late."""
+        """Raise `PeerError` if an error of the transport is a rank's death; wait to learn of it."""
         _raise_revoked(error)
         self.check_for_deaths(self._transport.death_delay)
 
     def check_for_deaths(self, patience: float = 0.0, besides: Container[int] = ()) -> None:
-        """Raise if the process of another rank has died, besides these, and this one was let live."""
+        """Raise if another rank's process, none of `besides`, died and this one was let live."""
         if not self._transport.outlives:
             return
         deadline = clock.now() + patience
@@ -220,8 +222,8 @@ class Watchdog:
     def peer_error(self, rank: int, notice: ExitNotice) -> PeerError:
         """Return the error that tells how a rank left."""
         return PeerError(
-            f"rank {rank} {how_left(notice.state)} and takes part no more; it {self.last_seen(rank)}"
-            + (f"; its traceback:\n{notice.text}" if notice.text else ""),
+            f"rank {rank} {how_left(notice.state)} and takes part no more; it "
+            f"{self.last_seen(rank)}" + (f"; its traceback:\n{notice.text}" if notice.text else ""),
             rank=rank,
             traceback=notice.text,
         )

@@ -154,12 +154,7 @@ def _parts(
 
 
 def alltoallv(
-    link: Link,
-    source: Flat,
-    bounds: Sequence[int],
-    target: Flat,
-    into: Sequence[int],
-    longest: int,
+    link: Link, source: Flat, bounds: Sequence[int], target: Flat, into: Sequence[int], longest: int
 ) -> Steps:
     """Send rank r the elements from bounds[r]; put what rank r sends from element into[r].
 
@@ -215,7 +210,7 @@ def _in_a_step(link: Link, source: Flat, target: Flat | None, op: str) -> Steps:
 def _in_slices(
     link: Link, pairs: Sequence[tuple[Flat, Flat | None]], op: str, root: int | None = None
 ) -> Steps:
-    """Fold a slice of each chunk on each rank, for all ranks, or for a root, which alone has targets then."""
+    """Fold a slice of each chunk on each rank, for all ranks or a root, which alone has targets."""
     size, rank, dtype = link.size, link.rank, pairs[0][0].dtype
     nbytes = sum(source.nbytes for source, _ in pairs)
     pieces = [(cut, *pair) for pair in pairs for cut in chunks.cuts_of(link, pair[0], nbytes)]

@@ -1,12 +1,13 @@
-"""Reductions over a chain of nodes: each node folds its ranks' elements onto the total of the nodes before.
+"""Reductions over a chain of nodes: each folds its ranks' elements onto the total of those before.
 
-The total of a chunk goes from the first node to the last one, and the result goes back, so that a node's link carries
-each element once in each direction, however many ranks the node has. The ranks of a node publish their elements in a
-shared segment. Each of them folds and sends a part of every chunk, and copies in what others fold.
+The total of a chunk goes from the first node to the last one, and the result goes back, so that a
+node's link carries each element once in each direction, however many ranks the node has. The ranks
+of a node publish their elements in a shared segment. Each of them folds and sends a part of every
+chunk, and copies in what others fold.
 
-The chunks follow one another through the nodes. A node publishes chunk k in its turn k, folds it in turn k + 1, and has
-its result in turn k + 2 (N - i) - 1 if it is node i of N; or in turn k + K of K chunks, if that is earlier. A turn is a
-step of the node's own control channel.
+The chunks follow one another through the nodes. A node publishes chunk k in its turn k, folds it in
+turn k + 1, and has its result in turn k + 2 (N - i) - 1 if it is node i of N; or in turn k + K of K
+chunks, if that is earlier. A turn is a step of the node's own control channel.
 """
 
 from __future__ import annotations
@@ -41,10 +42,12 @@ _SEGMENT: Final = 64 << 20
 _LEAST_CHUNK: Final = 16 << 10
 # The bytes that a node publishes, folds, sends and copies in the time of a turn that moves nothing.
 _WORKED: Final = 320 << 10
-# The messages of slices that take as long as a turn, and the bytes that a link takes in the time of one of them.
+# The messages of slices that take as long as a turn, and the bytes that a link takes in the time of
+# one of them.
 _MESSAGES: Final = 16
 _MESSAGE: Final = 256 << 10
-# Of the results, one is asked for, one has come, two may still be copied from, and one is still sent on.
+# Of the results, one is asked for, one has come, two may still be copied from, and one is still
+# sent on.
 _RESULTS: Final = FOLDED + 2
 _LINE: Final = 64
 # The most bytes of a total for each byte of an element.
@@ -65,9 +68,9 @@ def is_preferred(transport: Transport, dtypes: Iterable[DType], nbytes: int) -> 
 def is_quicker(nbytes: int, nodes: int, lanes: int, widest: int) -> bool:
     """Return whether a chain is quicker than slices, on so many nodes of so many ranks.
 
-    By slices, a node gets the elements of all ranks for the slices of its own, and further slices of the result.
-    Along the chain it gets a total, which is `widest` times as wide as the elements, and the result: of two nodes
-    one of these. But each node waits for the one before it.
+    By slices, a node gets the elements of all ranks for the slices of its own, and further slices
+    of the result. Along the chain it gets a total, which is `widest` times as wide as the elements,
+    and the result: of two nodes one of these. But each node waits for the one before it.
     """
     by_slices = (lanes + 1) * (nodes - 1) / nodes
     saved = by_slices - (widest if nodes == 2 else widest + 1)
@@ -77,8 +80,8 @@ def is_quicker(nbytes: int, nodes: int, lanes: int, widest: int) -> bool:
 def chunk_bytes(nbytes: int, nodes: int, largest: int) -> int:
     """Return the bytes of a chunk of so many bytes in all; they are about equally long.
 
-    All turns together take the least time if the chunks have the square root of nbytes · `_WORKED` / the turns
-    that the first one takes.
+    All turns together take the least time if the chunks have the square root of nbytes · `_WORKED`
+    / the turns that the first one takes.
     """
     best = max(isqrt(nbytes * _WORKED // (1 + nodes)), _LEAST_CHUNK)
     count = max(nbytes // min(best, largest), -(-nbytes // largest), 1)
@@ -104,7 +107,8 @@ class ChainSegment(SharedSegment):
         rows = memory.reshape(-1, self.chunk_bytes)
         self.rows = rows[: ROWS * size].reshape(ROWS, size, self.chunk_bytes)
         self.results = rows[ROWS * size :]
-        # Two totals that come, and two that go: whole elements of any dtype, of a part that may have one more.
+        # Two totals that come, and two that go: whole elements of any dtype, of a part that may
+        # have one more.
         part = (self.chunk_bytes // (chain.lanes * _LINE) + 2) * _LINE
         self.totals = allocate((4, part * _WIDEST), np.dtype(np.uint8))
 
@@ -150,7 +154,7 @@ class ChainSegment(SharedSegment):
 
 
 class _Memory:
-    """Memory for chunks of one length: this rank's part of totals, all of the results, and its parts of these."""
+    """Memory for chunks of one length: the results, and this rank's parts of totals and results."""
 
     def __init__(self, segment: ChainSegment, length: int, dtype: DType) -> None:
         self.own = segment.own(length)
@@ -179,7 +183,7 @@ class _Call:
         self._ask_total(0)
 
     def fold(self, number: int) -> Steps:
-        """Fold this rank's part onto the total of the nodes before, and send the total or the result."""
+        """Fold this rank's part onto the total of earlier nodes; send the total or the result."""
         task, memory, total = self.tasks[number], self._memory[number], None
         going = 2 + (number & 1)
         yield from self._sent_from(-going)

@@ -1,4 +1,4 @@
-"""The chunks of large reductions: how long they are, their scratch memory, and how they follow one another."""
+"""The chunks of large reductions: length, scratch memory, and how they follow one another."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ from arraycomm._reduce import selection
 from arraycomm._reduce.blocks import bounds_of, rows_of
 from arraycomm._transports.base import Flat, Handle, Link, Steps, Transport
 
-# Reductions of few ranks whose movements overlap go in about so many chunks, of at least so many bytes.
+# Reductions of few ranks whose movements overlap go in about so many chunks, of at least so many
+# bytes.
 _OVERLAPPING: Final = 4
 _LEAST_CHUNK: Final = 1 << 20
 # No chunk is larger. All have whole cache lines, which have whole elements.
 _LARGEST_CHUNK: Final = 256 << 20
 _LINE: Final = 64
-# Twice the bytes that are folded while an empty message is under way; see the model of docs/evidence/scaling.md.
+# Twice the bytes that are folded while an empty message is under way; see the model of
+# docs/evidence/scaling.md.
 _FOLDED: Final = 32 << 10
 
 
@@ -37,7 +39,7 @@ def step(link: Link, array: Flat, rows: int = 1) -> int:
 
 
 def overlapping_step(link: Link, array: Flat, nbytes: int) -> int:
-    """Return the elements of a chunk of a reduction whose movements overlap, of so many bytes in all."""
+    """Return the elements of a chunk of a reduction with overlapping movements, `nbytes` in all."""
     chunk = overlapping_chunk(nbytes, link.size)
     return max(chunk // int(array.itemsize), link.size)
 
@@ -55,7 +57,8 @@ def slices(count: int, size: int) -> list[int]:
 class Cut(NamedTuple):
     """A chunk that goes in slices: which elements it has, and which of them this rank folds.
 
-    Of the bytes: the slices of all ranks and where they begin, what is sent of them, and what comes, and where to.
+    Of the bytes: the slices of all ranks and where they begin, what is sent of them, and what
+    comes, and where to.
     """
 
     chunk: slice
@@ -69,7 +72,7 @@ class Cut(NamedTuple):
 
 
 def cuts_of(link: Link, source: Flat, nbytes: int | None = None) -> list[Cut]:
-    """Return the chunks in which an array goes in slices, alone or with others of so many bytes in all."""
+    """Return the chunks of an array cut in slices; `nbytes` are those of all arrays, if several."""
     if link.overlaps:
         longest = overlapping_step(link, source, source.nbytes if nbytes is None else nbytes)
     else:
@@ -79,7 +82,7 @@ def cuts_of(link: Link, source: Flat, nbytes: int | None = None) -> list[Cut]:
 
 @lru_cache(maxsize=256)
 def _cuts(count: int, step: int, size: int, rank: int, itemsize: int) -> list[Cut]:
-    """Cut so many elements into chunks of up to `step`, and these into slices; nobody changes what is returned."""
+    """Cut `count` elements into chunks of up to `step`, these into slices; nobody changes them."""
     found = []
     for chunk in cut(count, step):
         bounds = [bound * itemsize for bound in slices(len(chunk), size)]
@@ -104,10 +107,10 @@ def reserve(transport: Transport, nbytes: int) -> None:
 
 
 def overlapping_chunk(nbytes: int, size: int) -> int:
-    """Return the bytes of a chunk of a reduction whose movements overlap; all chunks are about as long.
+    """Return the bytes of a chunk if movements overlap; all chunks are about as long.
 
-    Each chunk costs the latencies of two messages to every rank, and all folds but that of one chunk hide behind
-    messages. The sum is least at the square root of size · nbytes · `_FOLDED`.
+    Each chunk costs the latencies of two messages to every rank, and all folds but that of one
+    chunk hide behind messages. The sum is least at the square root of size · nbytes · `_FOLDED`.
     """
     count = max(-(-nbytes // _best_chunk(nbytes, size)), 1)
     return max(-(-nbytes // (_LINE * count)), 1) * _LINE
@@ -135,9 +138,10 @@ def one_by_one(
     fold: Callable[[int], None],
     after: Callable[[int], Handle] | None = None,
 ) -> Steps:
-    """Let a chunk `begin` to move to where it is folded, `fold` it, and move the result `after` that.
+    """For each chunk, `begin` its move to where it is folded, `fold` it, move the result `after`.
 
-    If movements overlap, the next chunk is on its way while one is folded, and so is the result before.
+    If movements overlap, the next chunk is on its way while one is folded, and so is the result
+    before.
     """
     begun, last = list[Handle](), None
     for number in range(count):
@@ -154,6 +158,6 @@ def one_by_one(
 
 
 def halves(link: Link, chunks: int, length: int, dtype: DType) -> list[Flat]:
-    """Return scratch memory for so many chunks, of which two may be on their way: the even and the odd ones."""
+    """Return scratch memory for `chunks` chunks, for the even and the odd ones if two are sent."""
     count = 1 + (link.overlaps and chunks > 1)
     return rows_of(link.take(count * length, dtype), count) * (3 - count)

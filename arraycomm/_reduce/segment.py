@@ -1,9 +1,9 @@
-"""The shared segment: memory that the ranks of a node share, in which large arrays are reduced by chunks.
+"""The shared segment: memory of a node's ranks, in which large arrays are reduced by chunks.
 
 A chunk is small enough to stay in the caches from the copy in to the fold, so that only the ranks'
-own arrays go through main memory. Each rank folds a part of a chunk for all, and copies in what others fold. The
-steps are those of the control channel. A rank publishes a chunk and then folds its part of the one before, so that
-it seldom waits for ranks that are slightly slower.
+own arrays go through main memory. Each rank folds a part of a chunk for all, and copies in what
+others fold. The steps are those of the control channel. A rank publishes a chunk and then folds its
+part of the one before, so that it seldom waits for ranks that are slightly slower.
 """
 
 from __future__ import annotations
@@ -28,14 +28,16 @@ from arraycomm._transports.base import Bytes, Flat, Link, Steps, Transport
 from arraycomm._transports.control import ControlChannel, SharedControl
 
 _CHUNK_BYTES: Final = 512 << 10
-# With more ranks than these, which wait for more, a chunk is up to so many times as long, if the segment has at most
-# so many bytes then.
+# With more ranks than these, which wait for more, a chunk is up to so many times as long, if the
+# segment has at most so many bytes then.
 _FEW_RANKS: Final = 3
 _LONG_CHUNK: Final = 4
 _SEGMENT_BYTES: Final = 48 << 20
-# All ranks' arrays of so many bytes fit in the caches: what is quicker for these need not be for larger ones.
+# All ranks' arrays of so many bytes fit in the caches: what is quicker for these need not be for
+# larger ones.
 CACHED_BYTES: Final = 8 << 20
-# So many chunks are copied past the caches and as many through them, to see which is quicker; then come so many others.
+# So many chunks are copied past the caches and as many through them, to see which is quicker; then
+# come so many others.
 _TRIED: Final = 3
 _BETWEEN_TRIALS: Final = 1024
 # For so long the native part makes turns before Python looks around.
@@ -44,10 +46,12 @@ NANOSECONDS: Final = 20_000_000
 _MANY: Final = 16
 # A segment was measured with up to so many ranks.
 _MEASURED_RANKS: Final = 8
-# Chunks that are under way at once. A rank that fills the row of chunk k has seen every rank publish chunk k - 2.
-# These ranks have folded chunk k - 3, and with it chunk k - 4, whose row chunk k reuses.
+# Chunks that are under way at once. A rank that fills the row of chunk k has seen every rank
+# publish chunk k - 2. These ranks have folded chunk k - 3, and with it chunk k - 4, whose row chunk
+# k reuses.
 ROWS: Final = 4
-# Folded chunks: while ranks take one, some have folded the next, and some go on to the one after that.
+# Folded chunks: while ranks take one, some have folded the next, and some go on to the one after
+# that.
 FOLDED: Final = 3
 
 
@@ -63,10 +67,11 @@ Place: TypeAlias = tuple[Any, ...]
 class ChunkTask(NamedTuple):
     """One chunk of a call: `fill` writes this rank's row; `targets` returns where results go.
 
-    `fill` takes whether to copy past the caches, which it may leave aside; this rank's own part may be left out if
-    `rows`, `fold` or `pieces` read it elsewhere. `fold` writes the results of this rank's part of a chunk to memory
-    for the whole, if that is done in another way than from `rows`. Along a chain of nodes this rank's part is folded
-    in `pieces`: which elements each of them has, and those of this rank, or None if they are in its row.
+    `fill` takes whether to copy past the caches, which it may leave aside; this rank's own part may
+    be left out if `rows`, `fold` or `pieces` read it elsewhere. `fold` writes the results of this
+    rank's part of a chunk to memory for the whole, if that is done in another way than from `rows`.
+    Along a chain of nodes this rank's part is folded in `pieces`: which elements each of them has,
+    and those of this rank, or None if they are in its row.
     """
 
     fill: Callable[[bool], None]
@@ -90,13 +95,13 @@ def chunk_bytes(size: int) -> int:
     return _CHUNK_BYTES * max(min(_LONG_CHUNK, fit), 1)
 
 
-# Whether a chunk is copied in past the caches; and a list for the seconds that a byte takes to be copied and to be
-# folded, if they are to be measured.
+# Whether a chunk is copied in past the caches; and a list for the seconds that a byte takes to be
+# copied and to be folded, if they are to be measured.
 _Way: TypeAlias = tuple[bool, list[float] | None]
 
 
 class _Timed(NamedTuple):
-    """A chunk of a call, whether it is copied past the caches, and a list for what is measured of it."""
+    """A chunk of a call; whether it is copied past the caches; and a list for its seconds."""
 
     task: ChunkTask
     streams: bool
@@ -119,9 +124,10 @@ class _Timed(NamedTuple):
 class _Copies:
     """Whether the chunks of calls of about one size are copied in past the caches.
 
-    Through the caches is quicker if the cores of the ranks have one in common, and takes several times as long if
-    they have none. The cores of a virtual machine change, so both ways are tried again and again. What counts
-    is also how long the others' rows take to be read, so all ranks try the same way with the same chunks.
+    Through the caches is quicker if the cores of the ranks have one in common, and takes several
+    times as long if they have none. The cores of a virtual machine change, so both ways are tried
+    again and again. What counts is also how long the others' rows take to be read, so all ranks try
+    the same way with the same chunks.
     """
 
     def __init__(self) -> None:
@@ -167,8 +173,8 @@ class SharedSegment:
         self.turns_natively = native and self.folds_leaves and control.size <= _MEASURED_RANKS
         self.arrays_natively = control.size <= _MANY
         self._small, self._large = _Copies(), _Copies()
-        # The next chunk. Calls without headers go on counting: the last chunks of a call may still be folded
-        # by other ranks. After a header all rows are free.
+        # The next chunk. Calls without headers go on counting: the last chunks of a call may still
+        # be folded by other ranks. After a header all rows are free.
         self.position = 0
         # The largest size of a chunk.
         self.chunk_bytes = chunk_bytes(control.size)
@@ -202,9 +208,9 @@ class SharedSegment:
     ) -> Steps:
         """Reduce chunk after chunk; each task fills this rank's row and names the targets.
 
-        `nbytes` are those of all chunks. `one_way` is whether the tasks copy in one way, whatever they are told.
-        A step publishes a chunk, and this rank's part of the one before. What all ranks have folded is taken
-        once they have posted the next step.
+        `nbytes` are those of all chunks. `one_way` is whether the tasks copy in one way, whatever
+        they are told. A step publishes a chunk, and this rank's part of the one before. What all
+        ranks have folded is taken once they have posted the next step.
         """
         # The tasks come first: a way that no chunk takes must not count.
         chunks = (
@@ -249,7 +255,7 @@ class SharedSegment:
     def reduce_natively(
         self, go_on: Callable[[Place], tuple[int, int]], target: Bytes, count: int, first: int
     ) -> Steps:
-        """Reduce so many chunks as `reduce` does, by what has the native part go on; the first row is that of the first chunk."""
+        """Reduce `count` chunks in the native part by `go_on`; row `first` is the first chunk's."""
         control, nbytes = self.control, target.nbytes
         if not count:
             return
@@ -299,7 +305,7 @@ class MemoryOpened(Detail):
 
 
 def is_preferred(link: Link, nbytes: int) -> bool:
-    """Return whether so many bytes are better reduced through a segment, if all ranks have the native part.
+    """Return whether a segment suits `nbytes` bytes better, if all ranks have the native part.
 
     See `SharedSegment.native` and `is_quicker`.
     """
@@ -308,12 +314,12 @@ def is_preferred(link: Link, nbytes: int) -> bool:
 
 
 def is_quicker(nbytes: int, size: int) -> bool:
-    """Return whether a segment is quicker than the transport's movements, as was measured with up to 8 ranks."""
+    """Return whether a segment is quicker than the transport, as measured with up to 8 ranks."""
     return nbytes <= _CHUNK_BYTES or size <= _MEASURED_RANKS
 
 
 def streaming_segment_of(link: Link) -> Steps:
-    """Return the segment of a link if all ranks can copy past their caches, else None; collective."""
+    """Return a link's segment if all ranks can copy past their caches, else None; collective."""
     segment = yield from segment_of(link)
     return segment if segment is not None and segment.native else None
 
@@ -350,7 +356,8 @@ def _open(transport: Transport) -> Steps:
 def share(transport: Transport, nbytes: int, among: ControlChannel | None = None) -> Steps:
     """Return so many bytes that all ranks share, and whether all have the native part; collective.
 
-    Of a control channel `among` some ranks, these share it. The memory is None, on every rank, if `nbytes` is 0, or one of them cannot open it.
+    Of a control channel `among` some ranks, these share it. The memory is None, on every rank, if
+    `nbytes` is 0, or one of them cannot open it.
     """
     control = among or transport.control
     if not isinstance(control, SharedControl) or not nbytes:

@@ -51,7 +51,7 @@ def select(link: Link, op: object, dtype: DType, nbytes: int) -> Algorithm:
 
 
 def without_segment(link: Link, nbytes: int) -> Algorithm:
-    """Return the algorithm of ranks that have no segment, since they cannot map it or lack the native part."""
+    """Return the algorithm without a segment: ranks cannot map it, or lack the native part."""
     if link.size == 1:
         return Algorithm.LOCAL
     payload, _ = link.slot

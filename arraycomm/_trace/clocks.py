@@ -1,7 +1,7 @@
 """The differences between the clocks of the ranks.
 
-In a step of the control channel, no rank sees the end before every rank has begun. So each step bounds
-the difference of two clocks from both sides, and many steps bound it closely.
+In a step of the control channel, no rank sees the end before every rank has begun. So each step
+bounds the difference of two clocks from both sides, and many steps bound it closely.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def difference(first: Samples, own: Samples) -> Clock:
 
 
 def corrected(time: int, clocks: Sequence[Clock]) -> int:
-    """Return a time of a rank's clock as rank 0's; between two comparisons the difference is linear."""
+    """Return a time of a rank's clock as rank 0's; the difference is linear between comparisons."""
     if not clocks:
         return time
     first, last = clocks[0], clocks[-1]

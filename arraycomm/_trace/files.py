@@ -1,4 +1,4 @@
-"""Where a trace lies: one file of all ranks, or beside it the files of ranks whose job did not end well."""
+"""Where a trace lies: one file of all ranks, or beside it each rank's, if the job has failed."""
 
 from __future__ import annotations
 

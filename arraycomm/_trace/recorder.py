@@ -129,7 +129,7 @@ class Recorder:
         prepare: Prepare,
         site: str | None,
     ) -> Steps:
-        """Return the steps of `begin(name, prepare, site)`, recorded; `site` is that of a request."""
+        """Return `begin(name, prepare, site)`'s steps, recorded; `site` is that of a request."""
         call = _Call(CALL if site is None else REQUEST, name, site or call_site())
 
         def noted(given: HostPlacement | None) -> Operation:
@@ -247,7 +247,7 @@ def _algorithm(made: Operation) -> str:
     if made.payload is not None:
         return Algorithm.HEADER
     if isinstance(made, Allreduce):
-        if made.length:
+        if made.word:
             # Where the arrays lie, if that is memory that the ranks share.
             return Algorithm.SHARED
         link, dtype = made.placement.link, made.source.dtype

@@ -1,12 +1,12 @@
-"""What one rank has recorded: each call and message in a line, and the facts that explain the lines."""
+"""What one rank has recorded: each call and message in a line, and the facts that explain them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
-# Blocking calls, calls that were started and go on beside the program, and messages of both kinds; and
-# the times for which the program was held up in `Request.wait`.
+# Blocking calls, calls that were started and go on beside the program, and messages of both kinds;
+# and the times for which the program was held up in `Request.wait`.
 CALL, REQUEST, SEND, RECV, ISEND, IRECV = "call", "request", "send", "recv", "isend", "irecv"
 WAIT: Final = "wait"
 MESSAGES: Final = (SEND, RECV, ISEND, IRECV)
@@ -28,8 +28,8 @@ class Record(NamedTuple):
     step : int
         The step of the control channel that was the call's first: the same on every rank.
     started, posted, agreed, ended : int
-        When the call was made, when this rank showed its header, when it saw that all ranks had shown
-        theirs, and when it had the result.
+        When the call was made, when this rank showed its header, when it saw that all ranks had
+        shown theirs, and when it had the result.
     nbytes : int
         Bytes of the array passed, or received by a message.
     algorithm, site, error : str
@@ -56,7 +56,7 @@ class Record(NamedTuple):
 
 
 class Clock(NamedTuple):
-    """What has to be added to a rank's clock to get that of rank 0, found at `at` on the rank's own.
+    """What to add to a rank's clock to get rank 0's, found at `at` on the rank's own.
 
     It is right to within `uncertainty`. All are nanoseconds.
     """

@@ -1,4 +1,4 @@
-"""The parts of all ranks as one timeline in the Trace Event Format, which Chrome and Perfetto draw."""
+"""All ranks' parts as one timeline in the Trace Event Format, which Chrome and Perfetto draw."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ Event = dict[str, Any]
 _Group = tuple[str, tuple[int, ...]]
 
 _SENDS: Final = (SEND, ISEND)
-# The row of a rank's blocking calls; what overlaps with them, and with one another, has further rows.
+# The row of a rank's blocking calls; what overlaps with them, and with one another, has further
+# rows.
 _MAIN: Final = 0
 
 

@@ -132,7 +132,7 @@ class Trace(ProcessBound):
         files.remove(self.path, self._part.rank)
 
     def save(self) -> None:
-        """Save what has been recorded so far to this rank's own file, where `arraycomm trace` finds it."""
+        """Save the records so far to this rank's own file, where `arraycomm trace` finds them."""
         if not self.is_own:
             return
         # A trace that cannot be saved must not end the program.
@@ -179,11 +179,11 @@ class Traceable:
 
         Notes
         -----
-        The file has Chrome's Trace Event Format: open it at ui.perfetto.dev, or print and draw it with
-        `arraycomm trace`. Each rank keeps up to 200,000 calls in memory. About once a second it saves
-        them beside the file, where they stay if a rank is killed or if the block ends by an exception.
-        In the block, small reductions do not take their fast path. Without a trace, no call does
-        anything for it.
+        The file has Chrome's Trace Event Format: open it at ui.perfetto.dev, or print and draw it
+        with `arraycomm trace`. Each rank keeps up to 200,000 calls in memory. About once a second
+        it saves them beside the file, where they stay if a rank is killed or if the block ends by
+        an exception. In the block, small reductions do not take their fast path. Without a trace,
+        no call does anything for it.
 
         Examples
         --------

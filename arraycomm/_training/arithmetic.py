@@ -1,4 +1,4 @@
-"""Sums, means and weights of gradients, taken by the gradients' own array namespace on their device.
+"""Sums, means and weights of gradients, by their own array namespace and on their device.
 
 What has no such namespace is read as NumPy's: numbers, MLX's arrays, plain DLPack objects. The bits
 are the same either way, apart from subnormal numbers in JAX, which counts them as zero on the host.
@@ -73,7 +73,7 @@ def operand_of(x: Any, name: str) -> Operand:
 
 
 def widened(x: Operand, *, copy: bool = True) -> Any:
-    """Return the elements in the dtype in which they are added: float32 for floats of 16 and 8 bits."""
+    """Return the elements in the dtype of their sums: float32 for floats of 16 and 8 bits."""
     narrow = kind_of(x.dtype) is Kind.NARROW
     return _cast(x.array, x.xp, x.xp.float32 if narrow else x.own, copy=copy)
 
@@ -106,7 +106,7 @@ def _filled(parts: Any, xp: Any, number: float) -> Any:
 
 
 def _on_parts(x: Operand, compute: Callable[..., Any], *arrays: Any) -> Any:
-    """Compute with real numbers: with the parts of complex ones, so that infinities stay what they are."""
+    """Compute with real numbers: by parts of complex ones, so that infinities stay as they are."""
     first = arrays[0]
     with _current(first):
         if kind_of(x.dtype) is not Kind.COMPLEX:
@@ -156,7 +156,7 @@ def _own_namespace(x: Any, name: str) -> Any:
 
 
 def _own_dtype(xp: Any, dtype: Any) -> DType | None:
-    """Return NumPy's dtype for that of a namespace which does all the arithmetic, None for others."""
+    """Return NumPy's dtype for one whose namespace does all the arithmetic; None for others."""
     row = _row_of(xp, dtype)
     if row is None:
         return None
@@ -182,7 +182,7 @@ def _are_together(a: Any, b: Any) -> bool:
 
 
 def _current(x: Any) -> AbstractContextManager[Any]:
-    """Compute silently in NumPy, and on the array's device in CuPy, which does not do so by itself."""
+    """Compute silently in NumPy, and on the array's device in CuPy, which does not by itself."""
     if isinstance(x, np.ndarray | np.generic):
         return np.errstate(all="ignore")
     device: AbstractContextManager[Any] = x.device if is_cupy_array(x) else _NOTHING

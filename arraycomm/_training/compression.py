@@ -15,31 +15,31 @@ from arraycomm._trees.reduce import DEFAULT_BUCKET_BYTES, AllreduceGradients, ch
 class Compression:
     """How the gradients of a `DistributedOptimizer` are reduced: the base class of one's own.
 
-    Pass an object of a subclass as `compression=`. A subclass overrides `compress` and `decompress`, if
-    each gradient is sent in another form, or `reduce`, if it makes collectives of its own. `init` is for
-    what is remembered from step to step, such as a residual.
+    Pass an object of a subclass as `compression=`. A subclass overrides `compress` and
+    `decompress`, if each gradient is sent in another form, or `reduce`, if it makes collectives of
+    its own. `init` is for what is remembered from step to step, such as a residual.
 
-    Gradients are arrays of the program's own framework, on their device. They are the means over the
-    steps of `accumulate`. The methods must not write to them.
+    Gradients are arrays of the program's own framework, on their device. They are the means over
+    the steps of `accumulate`. The methods must not write to them.
 
-    What is remembered, the *state*, is kept for each optimizer and parameter, not in this object. It is
-    None, or a pytree of arrays. It is replaced only once a reduction has succeeded on all ranks. If the
-    shape or dtype of a gradient changes, `init` is called again. A copy of an optimizer gets a copy of
-    the state.
+    What is remembered, the *state*, is kept for each optimizer and parameter, not in this object.
+    It is None, or a pytree of arrays. It is replaced only once a reduction has succeeded on all
+    ranks. If the shape or dtype of a gradient changes, `init` is called again. A copy of an
+    optimizer gets a copy of the state.
 
     Notes
     -----
-    When an optimizer is made, the ranks compare the class and the attributes of their objects, and raise
-    `MismatchError` if these differ. So all settings belong in attributes, and do not change afterwards.
+    When an optimizer is made, the ranks compare the class and the attributes of their objects, and
+    raise `MismatchError` if these differ. So all settings belong in attributes, and stay the same.
 
-    An exception in a method raises on all ranks: the exception itself on its rank, `PeerError` on the
-    others. The gradients then stay this rank's own. Results that differ between ranks raise
+    An exception in a method raises on all ranks: the exception itself on its rank, `PeerError` on
+    the others. The gradients then stay this rank's own. Results that differ between ranks raise
     `MismatchError`, unless the communicator was made with `check=False`. Each reduction costs three
     small steps of all ranks, and one pass over the results on the host.
 
-    With torch, the methods are called at the end of a backward pass, with all gradients at once. A gradient
-    that is missing on some ranks is zeros there; with other frameworks it raises `MismatchError`. Inside
-    `join`, and under `jax.jit`, an object of one's own is refused.
+    With torch, the methods are called at the end of a backward pass, with all gradients at once. A
+    gradient that is missing on some ranks is zeros there; with other frameworks it raises
+    `MismatchError`. Inside `join`, and under `jax.jit`, an object of one's own is refused.
 
     Examples
     --------
@@ -108,7 +108,8 @@ class Compression:
         reduced : array
             The reduction of what all ranks sent.
         gradient : array
-            This rank's, for its shape and dtype. A result that depends on its values differs between ranks.
+            This rank's, for its shape and dtype. A result that depends on its values differs
+            between ranks.
 
         Returns
         -------
@@ -120,7 +121,7 @@ class Compression:
     def reduce(
         self, gradients: Sequence[Any], states: Sequence[Any], op: str, comm: Communicator
     ) -> tuple[Sequence[Any], Sequence[Any]]:
-        """Reduce the gradients of a step over all ranks; by default, what `compress` returns of each.
+        """Reduce a step's gradients over all ranks; by default, what `compress` returns of each.
 
         Parameters
         ----------
@@ -131,8 +132,8 @@ class Compression:
         op : str
             "mean" or "sum".
         comm : Communicator
-            The optimizer's own, for collectives. `allreduce_gradients(list, op, comm=comm)` sends several arrays
-            as few messages.
+            The optimizer's own, for collectives. `allreduce_gradients(list, op, comm=comm)` sends
+            several arrays as few messages.
 
         Returns
         -------

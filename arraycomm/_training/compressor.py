@@ -67,8 +67,9 @@ class Compressor:
         """Raise, inside `join`, if an object compresses gradients."""
         if self.states is not None:
             raise ValueError(
-                "inside join gradients cannot be compressed by an object, since ranks without data have "
-                f"nothing to remember; got an optimizer with compression={self.described}; pass a name "
+                "inside join gradients cannot be compressed by an object, since ranks without data "
+                f"have nothing to remember; got an optimizer with compression={self.described}; "
+                "pass a name "
                 'such as "bfloat16"'
             )
 
@@ -85,7 +86,7 @@ class Compressor:
     # Error feedback: what is sent is computed inside the call that reduces
 
     def fed_back(self, leaves: Leaves) -> Leaves:
-        """Return what is sent for gradients, by their numbers: with error feedback, not quite themselves."""
+        """Return what is sent for gradients, by number: with error feedback, not quite the same."""
         return {number: self._fed_back(number, leaf) for number, leaf in leaves.items()}
 
     def _fed_back(self, number: int, leaf: Any) -> Any:
@@ -154,6 +155,7 @@ class Compressor:
 def _check_states(leaves: Sequence[Any], states: Sequence[Any]) -> None:
     if len(leaves) != len(states):
         raise ValueError(
-            "DistributedOptimizer: gradients must have the structure of the parameters that the state was "
-            f"made of, {len(states)} leaves; got {len(leaves)}; make the state anew, with init"
+            "DistributedOptimizer: gradients must have the structure of the parameters that the "
+            f"state was made of, {len(states)} leaves; got {len(leaves)}; make the state anew, "
+            "with init"
         )

@@ -1,4 +1,4 @@
-"""The numbers with which a function computes: hyperparameters of optimizers that are functions, as optax's are."""
+"""Constants of functions: the hyperparameters of optimizers that are functions, as in optax."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ OF_A_RANK: Final = frozenset(
 
 
 def constants_of(function: Any, name: str) -> list[tuple[str, Any]]:
-    """Return the constants of a function: in its code, bound to it, and of the functions that it refers to.
+    """Return a function's constants: in its code, bound to it, and of the functions it refers to.
 
-    What may change later, such as a list, and objects of other kinds are left out, but for the functions in them.
+    What may change later, such as a list, and objects of other kinds are left out, but for the
+    functions in them.
     """
     found: dict[str, Any] = {}
     for each, value in _walk(function, name, set()):

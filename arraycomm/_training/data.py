@@ -126,8 +126,8 @@ class DistributedDataContainer(Sequence[Any]):
     An index gives one item; a slice gives items as `batches` does. Neither counts as consumed.
 
     Collective, each in one small message: the constructor, `set_epoch`, `batches` and
-    `load_state_dict`. Everything else is local. An order takes 8 n bytes while it is drawn, and
-    8 n / size afterwards.
+    `load_state_dict`. Everything else is local. An order takes 8 n bytes while it is drawn, and 8 n
+    / size afterwards.
 
     `arraycomm.adapters.torch.DataLoader` loads batches by worker processes. The container can also
     be given to `torch.utils.data.DataLoader` itself, whose workers follow `set_epoch` even if the
@@ -417,7 +417,7 @@ class DistributedDataContainer(Sequence[Any]):
         return runner_of(self._comm).call(operation, check, self._used)
 
     def _part_of(self, epoch: int, start: int) -> Part:
-        """Return this rank's part of an epoch; it takes memory, and so comes before the ranks agree."""
+        """Return this rank's part of an epoch; made before the ranks agree, as it takes memory."""
         part: Part | None = getattr(self, "_part", None)
         if part is not None and (epoch, start) == (part.epoch, part.share.start):
             return part

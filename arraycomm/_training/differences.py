@@ -1,4 +1,4 @@
-"""The first difference between what the ranks have, with the values on each: told once digests have differed."""
+"""The first difference between the ranks, with each one's value: sought once digests differ."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class Difference(NamedTuple):
 def find_difference(
     control: ControlChannel, site: str, items: Sequence[Item], arrays: Mapping[str, Any]
 ) -> Generator[Handle, None, Difference]:
-    """Return the first difference between the ranks' items; `arrays` are those of them that are arrays.
+    """Return the first difference between the ranks' items; `arrays` are the arrays among them.
 
     Collective. A rank without items takes part, and is not compared.
     """

@@ -1,7 +1,8 @@
 """Digests of arrays: numbers that differ if one bit of one element does, or the order of elements.
 
-The bytes of an array in C order are words of 8 bytes. The sum of a block is that of its words, each times an odd
-number of its own, modulo 2⁶⁴: it is a product with a vector, at the speed of memory, and any device can take it.
+The bytes of an array in C order are words of 8 bytes. The sum of a block is that of its words, each
+times an odd number of its own, modulo 2⁶⁴: it is a product with a vector, at the speed of memory,
+and any device can take it.
 """
 
 from __future__ import annotations

@@ -20,8 +20,9 @@ _COMPRESSED: Final = ("float32", "float64")
 class ErrorFeedback(Compression):
     """Gradients are sent as 16 bits, and what rounding loses is added to the next step's gradients.
 
-    So no part of a gradient is lost for good, however small it is beside the rest: after any number of
-    steps, the sum of what this rank has sent is the sum of its gradients, up to what one rounding loses.
+    So no part of a gradient is lost for good, however small it is beside the rest: after any number
+    of steps, the sum of what this rank has sent is the sum of its gradients, up to what one
+    rounding loses.
 
     Parameters
     ----------
@@ -35,22 +36,23 @@ class ErrorFeedback(Compression):
 
     Notes
     -----
-    Messages, buckets and their overlap with the backward pass are those of `compression=dtype`. Each
-    rank keeps what its rounding has lost, the *residual*: an array of the parameter's shape and dtype, for each parameter
-    of float32 or float64. Other gradients are sent as they are.
+    Messages, buckets and their overlap with the backward pass are those of `compression=dtype`.
+    Each rank keeps what its rounding has lost, the *residual*: an array of the parameter's shape
+    and dtype, for each parameter of float32 or float64. Other gradients are sent as they are.
 
     The reduced gradients are rounded to 16 bits once more, as with `compression=dtype`. This is not
     fed back.
 
-    If a gradient or what is sent is infinite or NaN, its residual becomes zero. If a `GradScaler` changes its
-    scale, the residuals of the step before are still of the old one.
+    If a gradient or what is sent is infinite or NaN, its residual becomes zero. If a `GradScaler`
+    changes its scale, the residuals of the step before are still of the old one.
 
-    It works under `jax.jit`, and is refused inside `join`, in which gradients are weighted before they are rounded.
+    It works under `jax.jit`, and is refused inside `join`, in which gradients are weighted before
+    they are rounded.
 
     Examples
     --------
-    A gradient of 1 + 2⁻¹⁰ needs more bits than bfloat16 has. Four steps send 1, 1, 1 and 1 + 2⁻⁷, of which 3·2⁻¹⁰ are
-    still to be subtracted.
+    A gradient of 1 + 2⁻¹⁰ needs more bits than bfloat16 has. Four steps send 1, 1, 1 and 1 + 2⁻⁷,
+    of which 3·2⁻¹⁰ are still to be subtracted.
 
     >>> import numpy as np
     >>> import arraycomm as ac

@@ -300,9 +300,9 @@ class Gradients:
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError(
-            "DistributedOptimizer: a distributed optimizer cannot be pickled or saved whole, since it "
-            "stands for ranks of this process; save its state (state_dict() in torch), load that "
-            "into a plain optimizer, and pass it to DistributedOptimizer"
+            "DistributedOptimizer: a distributed optimizer cannot be pickled or saved whole, since "
+            "it stands for ranks of this process; save its state (state_dict() in torch), load "
+            "that into a plain optimizer, and pass it to DistributedOptimizer"
         )
 
     @entry
@@ -426,7 +426,7 @@ def _taken(gradients: Gradients) -> Settings:
 
 
 def _number_in_join(gradients: Gradients) -> int:
-    """Return by which number ranks without data know an optimizer; raise if they cannot take its steps."""
+    """Return an optimizer's number for ranks without data; raise if they cannot take its steps."""
     gradients.compressor.check_outside_join()
     if gradients.accumulate > 1:
         raise ValueError(
@@ -435,8 +435,9 @@ def _number_in_join(gradients: Gradients) -> int:
         )
     if gradients.shards is not None and gradients.rounds is None:
         raise ValueError(
-            "inside join only torch optimizers can be sharded, since ranks without data could not update "
-            "their part of the state of others; pass shard=False, or as many batches on every rank"
+            "inside join only torch optimizers can be sharded, since ranks without data could not "
+            "update their part of the state of others; pass shard=False, or as many batches on "
+            "every rank"
         )
     if gradients.number is None:
         raise ValueError(

@@ -83,19 +83,19 @@ class Hook(NamedTuple):
             reduced, states = map(list, given)
         except (TypeError, ValueError):
             raise TypeError(
-                f"{self._name}.reduce must return two lists, the reduced gradients and the new states; "
-                f"got {_said(given)}"
+                f"{self._name}.reduce must return two lists, the reduced gradients and the new "
+                f"states; got {_said(given)}"
             ) from None
         if not len(reduced) == len(states) == len(gradients):
             raise ValueError(
-                f"{self._name}.reduce must return a gradient and a state for each of the {len(gradients)} "
-                f"gradients that it gets; got {len(reduced)} and {len(states)}"
+                f"{self._name}.reduce must return a gradient and a state for each of the "
+                f"{len(gradients)} gradients that it gets; got {len(reduced)} and {len(states)}"
             )
         for place, (got, gradient) in enumerate(zip(reduced, gradients, strict=True)):
             if _form(got) != _form(gradient):
                 raise TypeError(
-                    f"{self._name} must return gradients like those that it gets; got {_said(got)} for "
-                    f"gradient {place}, {_said(gradient)}"
+                    f"{self._name} must return gradients like those that it gets; got {_said(got)} "
+                    f"for gradient {place}, {_said(gradient)}"
                 )
         return reduced, states
 
@@ -107,9 +107,10 @@ class Hook(NamedTuple):
             place = int(differing.argmax())
             ranks = [rank for rank, row in enumerate(rows) if row[place] != rows[0, place]]
             raise MismatchError(
-                f"DistributedOptimizer: {self._name} must return the same gradients on all ranks; gradient "
-                f"{place}, of shape {tuple(reduced[place].shape)}, on {name_ranks(ranks)} is not that on "
-                "rank 0; compute it from results of collectives alone, by the same operations on every rank"
+                f"DistributedOptimizer: {self._name} must return the same gradients on all ranks; "
+                f"gradient {place}, of shape {tuple(reduced[place].shape)}, on {name_ranks(ranks)} "
+                "is not that on rank 0; compute it from results of collectives alone, by the same "
+                "operations on every rank"
             )
 
     def _check_missing(self, flat: Flat) -> None:
@@ -119,8 +120,9 @@ class Hook(NamedTuple):
         for path, count in zip(flat.paths, flatten(counts).leaves, strict=True):
             if 0 < count < self.comm.size:
                 raise MismatchError(
-                    f"DistributedOptimizer: {self._name} takes gradients that all ranks have; {path} is "
-                    "None on some ranks and an array on others; pass zeros in place of None"
+                    f"DistributedOptimizer: {self._name} takes gradients that all ranks have; "
+                    f"{path} is None on some ranks and an array on others; pass zeros in place of "
+                    "None"
                 )
 
 
@@ -136,7 +138,8 @@ def check_arrays(compression: Compression, flat: Flat) -> None:
     for path, leaf in zip(flat.paths, flat.leaves, strict=True):
         if leaf is not None and not is_array_api_obj(leaf):
             raise TypeError(
-                f"DistributedOptimizer: {type(compression).__name__} takes gradients that are arrays; {path} "
+                f"DistributedOptimizer: {type(compression).__name__} takes gradients that are "
+                f"arrays; {path} "
                 f'is {_said(leaf)}; pass an array, or compression="bfloat16"'
             )
 

@@ -63,12 +63,13 @@ def join(comm: Communicator | None = None) -> Join:
     if Σ w is 0. Products and sums are taken in the gradients' dtype, or in float32 for floats of 16
     and 8 bits, and rounded once at the end.
 
-    A rank that waits applies the same steps to its own torch optimizers, with the hyperparameters of the ranks
-    that have data, so that parameters and state stay the same on all ranks. At the end of the block its
-    hyperparameters, and the `GradScaler` with which it took steps, are those of a rank that took part in the
-    last step. What a program holds itself cannot be changed from outside: parameters of optax and of objects
-    with `update`, and learning-rate schedules. `joined.synchronize(tree)` after the block gives every rank the
-    values of a rank that took part in the last step; a schedule that is not the same raises in the next step.
+    A rank that waits applies the same steps to its own torch optimizers, with the hyperparameters
+    of the ranks that have data, so that parameters and state stay the same on all ranks. At the end
+    of the block its hyperparameters, and the `GradScaler` with which it took steps, are those of a
+    rank that took part in the last step. What a program holds itself cannot be changed from
+    outside: parameters of optax and of objects with `update`, and learning-rate schedules.
+    `joined.synchronize(tree)` after the block gives every rank the values of a rank that took part
+    in the last step; a schedule that is not the same raises in the next step.
 
     Examples
     --------
@@ -264,7 +265,7 @@ class Shadow(Operation):
         super().__init__(context)
         self._memory = memory
         self.signature = JOINING
-        self.length = bits_of(0.0)
+        self.word = bits_of(0.0)
 
     def steps(self, agreement: Agreement) -> Steps:
         self._step = None

@@ -53,7 +53,7 @@ def raise_on_nan(tree: Any, *, infinite: bool = False, comm: Communicator | None
 
     Notes
     -----
-    One small exchange; every rank reads its own arrays once. Those on a device are copied to the host.
+    One small exchange; every rank reads its arrays once. Those on a device are copied to the host.
 
     Examples
     --------
@@ -82,7 +82,7 @@ class RaiseOnNan(Operation):
         self._leaves = Leaves(flatten(tree), context.host_tree.view)
         self._found = next(self._search(infinite), None)
         self.signature = Signature(self.name, "infinite" if infinite else None)
-        self.length = int(self._found is not None)
+        self.word = int(self._found is not None)
 
     def _search(self, infinite: bool) -> Iterator[str]:
         for path, leaf in zip(self._leaves.paths, self._leaves.views, strict=True):

@@ -1,4 +1,4 @@
-"""The reduction of gradients in numbered steps, at the same place of their programs on every rank."""
+"""Reductions of gradients in numbered steps, at the same place of the program on every rank."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from arraycomm._transports.base import Steps
 from arraycomm._trees.fusion import TreeMemory
 from arraycomm._trees.reduce import AllreduceGradients
 
-# Bits of a header's free word: which dtypes a result cannot have, the step, whether it is marked, the place.
+# Bits of a header's free word: which dtypes a result cannot have, the step, whether it is marked,
+# the place.
 _STEP_FROM: Final = 32
 _MARK_AT: Final = 51
 _PLACE_FROM: Final = 52
@@ -25,10 +26,10 @@ _PLACE_BITS: Final = 11
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """Where a rank reduces gradients: in which step, counted from 1, and at which place of its program.
+    """Where a rank reduces gradients: the step, counted from 1, and the place in its program.
 
-    0 stands for a rank that does not count its steps, or is in no program; it is in step with any other.
-    `marked` tells that skipped steps count as well.
+    0 stands for a rank that does not count its steps, or is in no program; it is in step with any
+    other. `marked` tells that skipped steps count as well.
     """
 
     step: int = 0
@@ -104,15 +105,16 @@ class NumberedGradients(AllreduceGradients):
         self._where, self._numbering = where, numbering
         # Another thread may make the steps of what waits behind other calls.
         self._site = call_site() if self.group.engine.queue else None
-        self.length |= where.word()
+        self.word |= where.word()
         self._look = look((self.signature.leaves, where.place))
-        self.further = () if self._look is None else self._look.words
+        self.further_words = () if self._look is None else self._look.words
 
     def steps(self, agreement: Agreement) -> Steps:
         ranks = [Where.read(word) for word in agreement.free_words()]
         steps = {where.step for where in ranks} - {0}
         places = {where.place for where in ranks} - {0}
-        # JAX may trace a branch once for several programs, so that only some ranks count what they skip.
+        # JAX may trace a branch once for several programs, so that only some ranks count what they
+        # skip.
         alike = len({where.marked for where in ranks if where.step}) < 2
         if len(places) > 1 or (alike and len(steps) > 1):
             yield from self._refuse()
@@ -129,8 +131,8 @@ class NumberedGradients(AllreduceGradients):
         control.ended = True
         lines = by_ranks([f"{detail.call}, at {detail.site}" for detail in details])
         raise MismatchError(
-            f"{self.name}: the ranks are in different updates of one optimizer: {lines}. Every rank "
-            "must make, or skip, the same updates; what skips one by this rank's gradients alone, as "
-            "optax.apply_if_finite does, has to be inside: "
+            f"{self.name}: the ranks are in different updates of one optimizer: {lines}. Every "
+            "rank must make, or skip, the same updates; what skips one by this rank's gradients "
+            "alone, as optax.apply_if_finite does, has to be inside: "
             "DistributedOptimizer(optax.apply_if_finite(...))"
         )

@@ -70,13 +70,13 @@ def DistributedOptimizer(  # noqa: N802
     compression : str or Compression, optional
         "bfloat16" or "float16": float32 and float64 gradients are sent rounded to these 16 bits,
         accumulated in float32, and returned in their own dtype. In float16, values beyond 65504
-        become infinite. With an object `ErrorFeedback("bfloat16")`, what rounding loses is added to the
-        next step's gradients. An object of a subclass of `Compression` reduces in a way of its own.
+        become infinite. With an object `ErrorFeedback("bfloat16")`, what rounding loses is added to
+        the next step's gradients. An object of a subclass of `Compression` reduces in its own way.
     shard : bool
-        Whether each rank keeps the state of, and updates, only its own part of the parameters, about
-        1/size of their bytes (ZeRO stage 1). Gradients are reduced as without it. After each update
-        the ranks exchange what they have updated, so that parameters are the same bits as without
-        it. Not every optimizer can be sharded; see Notes.
+        Whether each rank keeps the state of, and updates, only its own part of the parameters,
+        about 1/size of their bytes (ZeRO stage 1). Gradients are reduced as without it. After each
+        update the ranks exchange what they have updated, so that parameters are the same bits as
+        without it. Not every optimizer can be sharded; see Notes.
     verify_every : int
         Steps after which the ranks compare digests of their parameters and of the optimizer's state
         again; 0 compares nothing. See Notes.
@@ -84,10 +84,10 @@ def DistributedOptimizer(  # noqa: N802
     Returns
     -------
     optimizer
-        Of the same kind. With torch, `.grad` of its parameters is reduced when `backward()` returns,
-        and a closure's loss after each of its evaluations; learning-rate schedulers and state dicts
-        work as before, apart from `state_dict()` of an optimizer that is sharded: call `gather_state`
-        of its adapter.
+        Of the same kind. With torch, `.grad` of its parameters is reduced when `backward()`
+        returns, and a closure's loss after each of its evaluations; learning-rate schedulers and
+        state dicts work as before, apart from `state_dict()` of an optimizer that is sharded: call
+        `gather_state` of its adapter.
 
     Raises
     ------
@@ -95,15 +95,15 @@ def DistributedOptimizer(  # noqa: N802
         The optimizer is distributed already, or an argument is out of range. In a step: a closure
         was passed although gradients are accumulated.
     MismatchError
-        The arguments differ between ranks. In a step, before it changes anything: what it depends on is
-        not the same on all ranks, see Notes. With torch, in a backward pass or a step: some ranks have
-        skipped a step that others took, or made another number of backward passes. With optax, in an
-        update: some ranks have skipped one that others made. With a wrapped object, in a step: on some
-        ranks alone it has raised in a step before.
+        The arguments differ between ranks. In a step, before it changes anything: what it depends
+        on is not the same on all ranks, see Notes. With torch, in a backward pass or a step: some
+        ranks have skipped a step that others took, or made another number of backward passes. With
+        optax, in an update: some ranks have skipped one that others made. With a wrapped object, in
+        a step: on some ranks alone it has raised in a step before.
     TypeError
-        `optimizer` is none of these, or cannot be sharded. With torch, in a backward pass: a gradient is
-        sparse, or has a history. With optax, in an update: an argument is a function that cannot be
-        reduced.
+        `optimizer` is none of these, or cannot be sharded. With torch, in a backward pass: a
+        gradient is sparse, or has a history. With optax, in an update: an argument is a function
+        that cannot be reduced.
 
     Notes
     -----
@@ -111,27 +111,28 @@ def DistributedOptimizer(  # noqa: N802
     step. If all are torch's, every backward pass that reaches one of the parameters is collective,
     apart from `arraycomm.adapters.torch.no_sync`; a rank that has none in a step takes part in the
     others' by its `step()`. The optimizer works on a duplicate of `comm`, so the order between its
-    calls and other calls is free. If a parameter has no gradient on some ranks, it counts as zeros there. Gradients
-    that are accumulated but not yet reduced are not in a torch optimizer's state dict; with optax
-    they are in the state.
+    calls and other calls is free. If a parameter has no gradient on some ranks, it counts as zeros
+    there. Gradients that are accumulated but not yet reduced are not in a torch optimizer's state
+    dict; with optax they are in the state.
 
-    A reduction makes gradients the same, and nothing else. So the ranks compare what else a step depends on,
-    by digests in the header of the reduction: with every step the class of the optimizer, its
-    hyperparameters and its step count; with the first step and every `verify_every` steps each parameter, and
-    each array of the state unless that is sharded. The error names the first one that differs, with its values and
-    the line of the program on each rank. Arrays that are of another framework on another rank are compared in the
-    first step only, since frameworks round differently. Parameters that are meant to differ, such as an adapter of
-    each rank's own, belong to another optimizer, which is not distributed. With torch, parameters that a rank lists
+    A reduction makes gradients the same, and nothing else. So the ranks compare what else a step
+    depends on, by digests in the header of the reduction: with every step the class of the
+    optimizer, its hyperparameters and its step count; with the first step and every `verify_every`
+    steps each parameter, and each array of the state unless that is sharded. The error names the
+    first one that differs, with its values and the line of the program on each rank. Arrays that
+    are of another framework on another rank are compared in the first step only, since frameworks
+    round differently. Parameters that are meant to differ, such as an adapter of each rank's own,
+    belong to another optimizer, which is not distributed. With torch, parameters that a rank lists
     in another order are put in that of rank 0, if their names or their values prove which is which.
 
-    With `shard=True` an optimizer must treat each parameter by itself: its update may depend on its own
-    gradient and state, and on values that are the same for all, such as a learning rate. Those of
-    torch.optim do, apart from LBFGS and SparseAdam. Any other torch optimizer, and an object with
-    `update`, says so by an attribute `per_parameter = True` of its class. Such an object is then given
-    lists of the parameters and gradients that its rank owns. An optax transformation is traced to find
-    out; clip by the norm of all gradients before it, after a reduction:
-    `optax.chain(all_reduce(), optax.clip_by_global_norm(1.0), DistributedOptimizer(...))`. All ranks'
-    optimizers must then be of one adapter.
+    With `shard=True` an optimizer must treat each parameter by itself: its update may depend on its
+    own gradient and state, and on values that are the same for all, such as a learning rate. Those
+    of torch.optim do, apart from LBFGS and SparseAdam. Any other torch optimizer, and an object
+    with `update`, says so by an attribute `per_parameter = True` of its class. Such an object is
+    then given lists of the parameters and gradients that its rank owns. An optax transformation is
+    traced to find out; clip by the norm of all gradients before it, after a reduction:
+    `optax.chain(all_reduce(), optax.clip_by_global_norm(1.0), DistributedOptimizer(...))`. All
+    ranks' optimizers must then be of one adapter.
 
     A copy, also one by `copy.deepcopy`, is distributed over the same ranks; every rank steps the
     original and its copies in the same order. It cannot be pickled: save its state instead.
@@ -228,7 +229,7 @@ class MakeOptimizer(Dup):
     ) -> None:
         super().__init__(context, options, chosen, arguments.check())
         self._adapters = arguments.adapters
-        self.length = digest(_adapter_of(arguments.optimizer).__name__)
+        self.word = digest(_adapter_of(arguments.optimizer).__name__)
 
     def result(self, agreement: Agreement) -> Any:
         self._adapters[:] = agreement.free_words()

@@ -1,16 +1,19 @@
-"""Calls that compiled programs make: on a communicator of their own, each with its place in the program.
+"""Calls of compiled programs: on a communicator of their own, each with its place in the program.
 
-A program that was dispatched may still run while the next call is made, so its calls must not meet those
-that are made outside. Ranks compare the places, so that calls in another order raise on all of them.
+A program that was dispatched may still run while the next call is made, so its calls must not meet
+those that are made outside. Ranks compare the places, so that calls in another order raise on all
+of them.
 """
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Final
 
-from arraycomm._collectives.fast_path import FastPaths
+from arraycomm._collectives.fast_path import keep
 from arraycomm._collectives.groups import hide
 from arraycomm._communicator import Communicator, group_of, runner_of, trees_of
 from arraycomm._messages.matching import Status
@@ -30,7 +33,7 @@ class _PlaceGuard(PrivateGuard):
         self.current = threading.local()
 
     def current_place(self) -> int:
-        """Return the place of this thread's call in its program, 1 or more; 0 outside of programs."""
+        """Return the place of this thread's call in its program, from 1; 0 outside of programs."""
         return getattr(self.current, "place", 0)
 
     def substitute(self, operation: Any) -> Any:
@@ -57,21 +60,6 @@ def _note(place: int) -> str:
     return f", call {place} of a program"
 
 
-class _At:
-    """Puts a thread at a place of its program."""
-
-    __slots__ = ("_current", "_place")
-
-    def __init__(self, current: threading.local, place: int) -> None:
-        self._current, self._place = current, place
-
-    def __enter__(self) -> None:
-        self._current.place = self._place
-
-    def __exit__(self, *_: object) -> None:
-        self._current.place = 0
-
-
 class ProgramCalls:
     """The calls of programs over the ranks of one communicator.
 
@@ -89,20 +77,18 @@ class ProgramCalls:
         self.comm = hidden_dup(shared)
         self._guard = _PlaceGuard(shared)
         runner_of(self.comm).set_guard(self._guard)
-        self._fast = FastPaths(runner_of(self.comm))
-        runner, place = runner_of(self.comm), self._guard.current_place
-        self._messenger = Messenger(group_of(self.comm), runner.statistics, place)
+        self._messenger = Messenger(runner_of(self.comm), self._guard.current_place)
 
     def sendrecv(self, x: Any, dest: int, source: int, tag: int, out: Any, status: Status) -> Any:
-        """Send to one rank and receive from another, which are at the same place of their programs."""
+        """Send to one rank and receive from another, both at the same place of their programs."""
         return self._messenger.sendrecv(x, dest, source, tag, None, out, status, timeout=None)
 
     def refuse(self, error: Exception, dest: int, source: int, tag: int) -> None:
-        """Raise what is wrong with an array of `sendrecv`, and tell the rank that would have got it."""
+        """Raise the error of an array of `sendrecv`, and tell the rank that would have got it."""
         self._messenger.refuse(error, dest, source, tag)
 
     def fail(self, name: str, error: Exception) -> None:
-        """Make the other ranks' next call raise, in step, because of an error that is raised here."""
+        """Make the other ranks' next call raise, in step, because of an error raised here."""
         runner_of(self.comm).fail(name, error)
 
     def allreduce(self, x: Any, op: Any, out: Any) -> Any:
@@ -110,18 +96,23 @@ class ProgramCalls:
         place = self._guard.current_place()
         if not place:
             return self.comm.allreduce(x, op, out=out)
-        key = (place, op, x.dtype, x.shape)
-        fast = None if self._guard.refuses else self._fast.paths.get(key)
+        runner, key = runner_of(self.comm), (place, op, x.dtype, x.shape)
+        fast = None if self._guard.refuses else runner.fast_paths.find(key)
         if fast is not None and (result := fast(x, out)) is not None:
             return result
         result = self.comm.allreduce(x, op, out=out)
         if fast is None:
-            self._fast.keep(key, x, op, _note(place))
+            keep(runner, key, x, op, _note(place))
         return result
 
-    def at(self, place: int) -> _At:
-        """Return a context in which this thread's calls are made at this place, 1 or more."""
-        return _At(self._guard.current, place)
+    @contextmanager
+    def at(self, place: int) -> Iterator[None]:
+        """Make this thread's calls at this place, 1 or more."""
+        self._guard.current.place = place
+        try:
+            yield
+        finally:
+            self._guard.current.place = 0
 
 
 def calls_of(comm: Communicator) -> ProgramCalls:
@@ -164,7 +155,7 @@ class GradientCalls:
         missing: str = "zeros",
         look: Shows = nothing_shown,
     ) -> Any:
-        """Reduce the gradients of an update at this place of a program; 0 is outside of programs."""
+        """Reduce the gradients of an update at a place of a program; 0 is outside of programs."""
         runner, memory, where = runner_of(self.comm), trees_of(self.comm), numbering.take(place)
         options = {**self.options, "missing": missing}
         try:

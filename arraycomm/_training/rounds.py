@@ -1,4 +1,4 @@
-"""Rounds: one optimizer's gradients reduced bucket by bucket, at the same place of the program on every rank.
+"""Rounds: one optimizer's gradients, reduced bucket by bucket, at the same place on every rank.
 
 A round is part of a backward pass, or of a step. Every rank shows with each bucket where it is: in
 which step, which evaluation of a closure, and which round. A rank that is in a step, and had no
@@ -19,10 +19,10 @@ from arraycomm._communicator import Communicator, runner_of, trees_of
 from arraycomm._errors import MismatchError
 from arraycomm._protocol.agreement import Agreement
 from arraycomm._protocol.details import CallDetail, exchange_details
-from arraycomm._protocol.header import Signature, encode, with_words
+from arraycomm._protocol.header import Signature
 from arraycomm._protocol.mismatch import by_ranks
 from arraycomm._training.verification import Shows, compare, nothing_shown
-from arraycomm._transports.base import Bytes, Steps
+from arraycomm._transports.base import Steps
 from arraycomm._trees.fusion import Fusion, RecentFusions, TreeMemory
 from arraycomm._trees.layout import Spec
 from arraycomm._trees.reduce import AllreduceGradients
@@ -117,32 +117,11 @@ class Reduced(NamedTuple):
 
 
 class Bucket:
-    """Parameters whose gradients are reduced together, by their numbers.
-
-    It is reduced with gradients in a backward pass, and without any in the step after that. So what is kept for one
-    of these reductions is not given up for the other.
-    """
+    """Parameters whose gradients are reduced together, by their numbers."""
 
     def __init__(self, index: int, numbers: Sequence[int]) -> None:
         self.index, self.numbers = index, list(numbers)
         self.fusions = RecentFusions()
-        self._headers: dict[bool, tuple[Any, bytes]] = {}
-
-    def header(
-        self,
-        signature: Signature,
-        payload: int,
-        device_flag: int,
-        length: int,
-        further: Sequence[int],
-    ) -> bytes:
-        """Return an encoded header; the last ones with and without gradients are kept, but for free words."""
-        some = payload != 0
-        key, prefix = self._headers.get(some, (None, b""))
-        if key != (signature, payload, device_flag):
-            prefix = encode(signature, payload, device_flag=device_flag)
-            self._headers[some] = (signature, payload, device_flag), prefix
-        return with_words(prefix, length, further)
 
 
 class Rounds:
@@ -179,8 +158,9 @@ class Rounds:
     ) -> Request:
         """Start to reduce a bucket; the request's result is `Reduced`.
 
-        `make` returns the gradients, and `look` what this rank shows of what its step depends on. They are
-        called inside the call, so that the others hear of their errors. If the gradients may be overwritten, some of the results are those very objects.
+        `make` returns the gradients, and `look` what this rank shows of what its step depends on.
+        They are called inside the call, so that the others hear of their errors. If the gradients
+        may be overwritten, some of the results are those very objects.
         """
         return self._runner.start(ReduceBucket, self, bucket, make, place, may_overwrite, look)
 
@@ -242,20 +222,15 @@ class ReduceBucket(AllreduceGradients):
         self.signature = Signature(
             self.name, op, leaves=made.leaves, settings=(*made.settings, index)
         )
-        self.length = place.word()
-        # In a step its settings, and in the first round of a step its arrays; with the first bucket.
+        self.word = place.word()
+        # In a step its settings, and in the first round of a step its arrays; with the first
+        # bucket.
         first = not (place.number or place.evaluation)
         self._look = None if bucket.index else look(stepping=place.stepping, arrays=first)
-        self.further = () if self._look is None else self._look.words
+        self.further_words = () if self._look is None else self._look.words
 
     def fusion_of(self, specs: tuple[Spec, ...]) -> Fusion:
         return self._bucket.fusions.of(specs, self._bucket_bytes)
-
-    def pack(self, room: int) -> Bytes | None:
-        payload = super().pack(room)
-        nbytes, flag = -1 if payload is None else len(payload), self.placement.device_flag
-        self.prefix = self._bucket.header(self.signature, nbytes, flag, self.length, self.further)
-        return payload
 
     def steps(self, agreement: Agreement) -> Steps:
         self._places = [Place.read(word) for word in agreement.free_words()]
@@ -280,7 +255,7 @@ class ReduceBucket(AllreduceGradients):
 def _different_places(said: Sequence[str]) -> str:
     """Return the message for ranks that are at these places, one for each rank."""
     return (
-        f"{_NAME}: the ranks are in different steps of one optimizer: {by_ranks(said)}. Every rank must take, "
-        "or skip, the same steps, with as many backward passes; decide that from .grad after "
-        "backward(), which is the same on all ranks"
+        f"{_NAME}: the ranks are in different steps of one optimizer: {by_ranks(said)}. Every rank "
+        "must take, or skip, the same steps, with as many backward passes; decide that from .grad "
+        "after backward(), which is the same on all ranks"
     )

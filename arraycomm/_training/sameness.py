@@ -33,15 +33,15 @@ _SHOWN: Final = 100
 def raise_on_difference(tree: Any, *, comm: Communicator | None = None) -> Any:
     """Raise on every rank unless all ranks have the same; collective.
 
-    For whatever has to be the same for a program to be right: the order of data, a configuration, the state
-    of a random generator, a model.
+    For whatever has to be the same for a program to be right: the order of data, a configuration,
+    the state of a random generator, a model.
 
     Parameters
     ----------
     tree : any object
-        Arrays, which are compared bit by bit; numbers, text and bytes; containers of these, also torch modules,
-        optimizers, schedules and scalers; random generators, by their states; functions and classes, by
-        their names. Of any other object the pickles are compared.
+        Arrays, which are compared bit by bit; numbers, text and bytes; containers of these, also
+        torch modules, optimizers, schedules and scalers; random generators, by their states;
+        functions and classes, by their names. Of any other object the pickles are compared.
     comm : Communicator, optional
         `world()` by default.
 
@@ -53,15 +53,16 @@ def raise_on_difference(tree: Any, *, comm: Communicator | None = None) -> Any:
     Raises
     ------
     MismatchError
-        On every rank: the path of the first difference, the values there, and how many there are. The
-        communicator can still be used.
+        On every rank: the path of the first difference, the values there, and how many there are.
+        The communicator can still be used.
     TypeError
         An object cannot be compared; the message names its path.
 
     Notes
     -----
-    One small exchange of a digest; every rank reads its own arrays once, at about the speed of memory. Those on
-    a device of torch are read there; others are copied to the host. `DistributedOptimizer` compares what its steps depend on by itself.
+    One small exchange of a digest; every rank reads its own arrays once, at about the speed of
+    memory. Those on a device of torch are read there; others are copied to the host.
+    `DistributedOptimizer` compares what its steps depend on by itself.
 
     Examples
     --------
@@ -81,7 +82,7 @@ class RaiseOnDifference(Operation):
         self._arrays: dict[str, Any] = {}
         self._items = list(self._look(tree, "tree"))
         self.signature = Signature(self.name)
-        self.length = digest(self._items)
+        self.word = digest(self._items)
 
     def _look(self, tree: Any, name: str) -> Iterator[Item]:
         """Return what is compared of a tree."""
@@ -130,7 +131,8 @@ class RaiseOnDifference(Operation):
         order = ". The ranks have the same values in another order" if found.reordered else ""
         raise UndeliveredError(
             MismatchError(
-                f"{self.name}: {found.name} is not the same on all ranks: {found.said}; {count}{order}"
+                f"{self.name}: {found.name} is not the same on all ranks: {found.said}; "
+                f"{count}{order}"
             )
         )
 

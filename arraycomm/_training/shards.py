@@ -1,4 +1,4 @@
-"""Shards: an optimizer's parameters divided over the ranks, each of which updates its own, and then shows it.
+"""Shards: an optimizer's parameters divided over the ranks; each updates its own, then shows them.
 
 Whole parameters are divided, so that each is updated as if it were alone. Every rank works out the
 same division from dtypes and shapes; the header of each exchange says whether all did.
@@ -23,7 +23,7 @@ from arraycomm._calls.runner import Runner
 from arraycomm._communicator import Communicator, runner_of
 from arraycomm._dtypes import name_of
 from arraycomm._protocol.agreement import Agreement
-from arraycomm._protocol.header import LeafSpec, Signature, digest, encode
+from arraycomm._protocol.header import LeafSpec, Signature, digest
 from arraycomm._reduce import algorithms
 from arraycomm._transports.base import Bytes, Steps
 from arraycomm._trees.buffers import BufferPool
@@ -59,8 +59,8 @@ class Shard(NamedTuple):
 def divide(sizes: Sequence[int], ranks: int, known: Mapping[int, int] | None = None) -> list[int]:
     """Return which rank owns each parameter, given their bytes.
 
-    The largest goes first, each to the rank that has the least, the lowest of these. `known` has the
-    owners of parameters that have one already.
+    The largest goes first, each to the rank that has the least, the lowest of these. `known` has
+    the owners of parameters that have one already.
     """
     owners = dict(known or {})
     loads = [0] * ranks
@@ -105,7 +105,6 @@ class Message:
             self.bounds[rank + 1] = max(self.bounds[rank : rank + 2])
         self._pool = BufferPool(end)
         self.signature = _signature(shards, self.numbers)
-        self._prefix: tuple[int, bytes] = -2, b""
 
     def acquire(self) -> Bytes:
         """Return memory for the message, which nothing else uses."""
@@ -120,14 +119,6 @@ class Message:
         dtype, shape = spec
         end = self.offsets[index] + nbytes_of(spec)
         return memory[self.offsets[index] : end].view(dtype).reshape(shape)
-
-    def prefix(self, payload: int, device_flag: int) -> bytes:
-        """Return the encoded header; the last one is kept."""
-        kept, prefix = self._prefix
-        if kept != payload:
-            prefix = encode(self.signature, payload, device_flag=device_flag)
-            self._prefix = payload, prefix
-        return prefix
 
 
 def _signature(shards: Sequence[Shard], numbers: Sequence[int]) -> Signature:
@@ -169,10 +160,7 @@ class ExchangeShards(Operation):
 
     def pack(self, room: int) -> Bytes | None:
         longest = max(end - start for start, end in pairwise(self._message.bounds))
-        payload = self._own if longest <= room else None
-        nbytes = -1 if payload is None else len(payload)
-        self.prefix = self._message.prefix(nbytes, self.placement.device_flag)
-        return payload
+        return self._own if longest <= room else None
 
     def steps(self, agreement: Agreement) -> Steps:
         bounds = self._message.bounds
@@ -200,8 +188,9 @@ def _view(shard: Shard, *, is_own: bool) -> BufferView:
     if (found.dtype, found.shape) != shard.spec:
         dtype, shape = shard.spec
         raise TypeError(
-            f"{shard.path} must keep its dtype and shape, {dtype} {shape}, since the other ranks expect "
-            f"these; the update returned {found.dtype} {found.shape}; convert it in the optimizer"
+            f"{shard.path} must keep its dtype and shape, {dtype} {shape}, since the other ranks "
+            f"expect these; the update returned {found.dtype} {found.shape}; convert it in the "
+            "optimizer"
         )
     return found
 
@@ -236,8 +225,8 @@ class Shards:
     ) -> Iterator[tuple[int, Any]]:
         """Yield the values of the parameters that other ranks own, with their numbers here.
 
-        Collective. `parameters` are what `Shard` consists of. While one message moves, later ones are
-        packed, and what came with earlier ones can be used.
+        Collective. `parameters` are what `Shard` consists of. While one message moves, later ones
+        are packed, and what came with earlier ones can be used.
         """
         shards = [Shard(*parameter) for parameter in parameters]
         if self.comm.size == 1 or not shards:

@@ -34,7 +34,7 @@ class States:
         self._new: dict[int, State] = {}
 
     def of(self, number: int, gradient: Any) -> Any:
-        """Return the state of a parameter; a new one if its gradients have another shape or dtype."""
+        """Return a parameter's state; a new one if its gradients have another shape or dtype."""
         kept = self._kept.get(number)
         if kept is None or kept[:2] != _spec(gradient):
             return self.compression.init(gradient)

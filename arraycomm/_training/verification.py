@@ -1,9 +1,10 @@
 """Whether the ranks take the same step: what it depends on, compared before it changes anything.
 
-Gradients are reduced, and so the same. The hyperparameters, the parameters and the optimizer's state are each
-rank's own. Digests of them travel in free words of the header of a reduction, so that they cost no message:
-of the hyperparameters with every step, of the parameters and the state with the first and with every N-th.
-Only if digests differ do the ranks tell one another what they have.
+Gradients are reduced, and so the same. The hyperparameters, the parameters and the optimizer's
+state are each rank's own. Digests of them travel in free words of the header of a reduction, so
+that they cost no message: of the hyperparameters with every step, of the parameters and the state
+with the first and with every N-th. Only if digests differ do the ranks tell one another what they
+have.
 """
 
 from __future__ import annotations
@@ -22,9 +23,11 @@ from arraycomm._transports.base import Steps
 
 DEFAULT_STEPS: Final = 100
 _NAME: Final = "DistributedOptimizer"
-# The words of a header, behind its length: of the settings, of the arrays (0: not shown), and the steps since these were.
+# The words of a header, behind its length: of the settings, of the arrays (0: not shown), and the
+# steps since these were.
 _SETTINGS, _ARRAYS, _AGE = range(1, 4)
-# The low bits of the word of the arrays: whether they were compared before, and which frameworks have them.
+# The low bits of the word of the arrays: whether they were compared before, and which frameworks
+# have them.
 _BEFORE, _FRAMEWORKS, _LOW = 1, 0xFFFE, 0xFFFF
 # In place of NaN.
 _NAN: Final = 0.12345
@@ -88,7 +91,8 @@ class Look:
         self._arrays = _arrays_of(inputs, alike=owner.alike) if due else {}
         self._items = [array_item(name, array) for name, array in self._arrays.items()]
         if due and owner.alike:
-            # First, since others may follow from these; also if there are no arrays here, but on other ranks.
+            # First, since others may follow from these; also if there are no arrays here, but on
+            # other ranks.
             self._items[:0] = _setting_items(inputs.constants)
         shown = 0
         if self._items:
@@ -123,7 +127,7 @@ def _setting_items(settings: Iterable[tuple[str, Any]]) -> list[Item]:
 
 
 def _arrays_of(inputs: Inputs, *, alike: bool) -> dict[str, Any]:
-    """Return what is compared of a step's arrays: several frameworks have only the order of parameters in common."""
+    """Return a step's arrays to compare: of several frameworks only the parameters, by order."""
     if alike:
         return {**dict(inputs.parameters()), **dict(inputs.state())}
     return {f"parameter {n}": array for n, (_, array) in enumerate(inputs.parameters())}
@@ -146,7 +150,7 @@ def _settings_differ(rows: Sequence[Sequence[int]]) -> bool:
 
 
 def _arrays_differ(rows: Sequence[Sequence[int]]) -> bool:
-    """Return whether arrays differ; frameworks round differently, so those of several are compared only once."""
+    """Return whether arrays differ; frameworks round differently, so several are compared once."""
     shown = {row[_ARRAYS] for row in rows if row[1:]} - {0}
     if len({word & ~_LOW for word in shown}) < 2:
         return False
@@ -155,11 +159,14 @@ def _arrays_differ(rows: Sequence[Sequence[int]]) -> bool:
 
 
 def _message(found: Difference, *, settings: bool) -> str:
-    begin = f"{_NAME}: the ranks would not take the same step: {found.name} is not the same on all ranks: {found.said}. "
+    begin = (
+        f"{_NAME}: the ranks would not take the same step: {found.name} is not the same on all "
+        f"ranks: {found.said}. "
+    )
     if settings or not found.is_array:
         return begin + (
-            "Hyperparameters and schedules must be the same on every rank: compute what decides them from values "
-            "that are, such as mean_metrics, and load a state on every rank"
+            "Hyperparameters and schedules must be the same on every rank: compute what decides "
+            "them from values that are, such as mean_metrics, and load a state on every rank"
         )
     if not found.same_kind:
         return (
@@ -167,14 +174,16 @@ def _message(found: Difference, *, settings: bool) -> str:
         )
     if found.reordered:
         return begin + (
-            "The ranks have the same parameters in another order; list them in one order on every rank, for "
-            "example sorted by name: Python orders a set of names differently in each process"
+            "The ranks have the same parameters in another order; list them in one order on every "
+            "rank, for example sorted by name: Python orders a set of names differently in each "
+            "process"
         )
     return begin + (
-        f"{found.differing} of {found.total} arrays differ. Before the first step, call arraycomm.synchronize on "
-        "the parameters on every rank; later, change parameters and state on all ranks alike, or call it "
-        "after a change on one. Leave parameters that are meant to differ, such as an adapter of each rank's own, "
-        "to another optimizer, which is not distributed"
+        f"{found.differing} of {found.total} arrays differ. Before the first step, call "
+        "arraycomm.synchronize on the parameters on every rank; later, change parameters and state "
+        "on all ranks alike, or call it after a change on one. Leave parameters that are meant to "
+        "differ, such as an adapter of each rank's own, to another optimizer, which is not "
+        "distributed"
     )
 
 
@@ -193,8 +202,8 @@ class Verification:
 
     def __init__(self, every: int, framework: str, *, alike: bool) -> None:
         self.every, self.framework, self.alike = every, framework, alike
-        # By what is reduced, since an optimizer may update several trees in turns: the steps since its arrays were
-        # compared, and how often they were.
+        # By what is reduced, since an optimizer may update several trees in turns: the steps since
+        # its arrays were compared, and how often they were.
         self._trees: dict[object, tuple[int, int]] = {}
         self._constants: tuple[Any, int] = None, 0
         self._last: tuple[Any, int] = None, 0
@@ -210,7 +219,7 @@ class Verification:
         self._trees.clear()
 
     def age_of(self, reduced: object) -> int:
-        """Return how many steps ago the arrays were compared; as many as are due, if they never were."""
+        """Return the steps since the arrays were compared; if they never were, `every`."""
         return self._trees.get(reduced, (self.every, 0))[0]
 
     def was_compared(self, reduced: object) -> bool:
@@ -220,8 +229,9 @@ class Verification:
     def note_compared(self, reduced: object) -> None:
         """Note that the arrays are the same.
 
-        Trees of one structure that are updated in turns look alike. So the next step compares as well after the
-        first time, and every other time one step fewer lies between: each of two trees has its turn.
+        Trees of one structure that are updated in turns look alike. So the next step compares as
+        well after the first time, and every other time one step fewer lies between: each of two
+        trees has its turn.
         """
         _, times = self._trees.get(reduced, (0, 0))
         if len(self._trees) >= _MOST_TREES:
@@ -243,8 +253,8 @@ class Verification:
     ) -> Look | None:
         """Return what this rank shows in a call, or None for nothing.
 
-        `reduced` says what is reduced, if that is not always the same. In a call that is not yet the step, the
-        settings may still change.
+        `reduced` says what is reduced, if that is not always the same. In a call that is not yet
+        the step, the settings may still change.
         """
         if not self.every or inputs is None:
             return None
@@ -272,7 +282,7 @@ def plain(value: Any) -> bool:
 
 
 def scalar(value: Any) -> Any:
-    """Return an array without dimensions in host memory as a number, and everything else as it is."""
+    """Return an array without dimensions in host memory as a number; all else as it is."""
     is_number = not str(getattr(value, "dtype", "")).startswith("key<")
     if getattr(value, "shape", None) == () and hasattr(value, "item") and is_number:
         on_host = not (

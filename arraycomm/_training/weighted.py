@@ -146,8 +146,8 @@ class WeightedGradients(Operation):
         )
         described = self._leaves.described()
         self.signature = Signature(self.name, op, leaves=described, settings=settings)
-        self.length, self._look = bits_of(local), look(described)
-        self.further = () if self._look is None else self._look.words
+        self.word, self._look = bits_of(local), look(described)
+        self.further_words = () if self._look is None else self._look.words
 
     def factor_of(self, weight: float) -> float:
         """Return what this rank's gradients are multiplied by."""

@@ -2,8 +2,8 @@
 
 A movement returns a `Handle` at once and is finished when `done()` says so; the caller leaves the
 buffers alone until then. All ranks of a group issue the same movements in the same order, each
-after the one before has finished, unless the link lets movements overlap.
-Buffers are one-dimensional, contiguous arrays of bytes; no single movement exceeds `MAX_BYTES`.
+after the one before has finished, unless the link lets movements overlap. Buffers are
+one-dimensional, contiguous arrays of bytes; no single movement exceeds `MAX_BYTES`.
 
 A `Link` has the movements and the folding of what they move, without a control channel; a
 `DeviceLink` has them over device memory. A `Transport` is a link over host memory, and the group.
@@ -60,6 +60,8 @@ class Link(abc.ABC):
     chunk_bytes: int = 0
     # Whether a movement may begin before those before it have finished.
     overlaps: bool = False
+    # Whether `empty` has given arrays in memory that the ranks share; every rank knows the same.
+    shares_arrays: bool = False
     # What modules above keep for this link, by keys of their own.
     kept: dict[Any, Any]
 
@@ -144,8 +146,8 @@ class Transport(Link):
     spins: int = 0
     # Whether a background thread may make progress with movements while the caller computes.
     threaded: bool = True
-    # Whether the other ranks survive the death of a process, whether they can then make a group of their
-    # own, and the seconds in which they know of the death.
+    # Whether the other ranks survive the death of a process, whether they can then make a group of
+    # their own, and the seconds in which they know of the death.
     outlives: bool = False
     shrinks: bool = False
     death_delay: float = 5.0

@@ -21,14 +21,15 @@ from arraycomm._transports.notes import NOTES_BYTES, Notes, SharedNotes, fence
 
 PAYLOAD: Final = 128
 PREFIX: Final = slice(8, PAYLOAD)
-# The bytes that a rank reads from others' slots in the time by which a segment takes longer to start; and the most and
-# the least bytes of payload in a slot.
+# The bytes that a rank reads from others' slots in the time by which a segment takes longer to
+# start; and the most and the least bytes of payload in a slot.
 _READ: Final = 1 << 20
 _LARGEST: Final = 1 << 20
 _LEAST: Final = 4 << 10
 # Stamps that are looked at one by one.
 _FEW: Final = 8
-# The least bytes of a slot between nodes, and the most that all slots of a step have as payload there.
+# The least bytes of a slot between nodes, and the most that all slots of a step have as payload
+# there.
 _MESSAGE_SLOT: Final = 256
 _MESSAGES: Final = 1 << 20
 
@@ -36,8 +37,8 @@ _MESSAGES: Final = 1 << 20
 def shared_slot(size: int) -> int:
     """Return the bytes of a slot in shared memory, for a group of `size` ranks.
 
-    Of arrays of n bytes in slots, a rank reads (size - 1) n bytes of others; through a segment it reads
-    2 (size - 1) n / size.
+    Of arrays of n bytes in slots, a rank reads (size - 1) n bytes of others; through a segment it
+    reads 2 (size - 1) n / size.
     """
     more = (size - 1) * (size - 2)
     return PAYLOAD + min(max(_READ * size // max(more, 1), _LEAST), _LARGEST) // 8 * 8
@@ -63,7 +64,8 @@ class ControlChannel(_Counts):  # type: ignore[misc]
 
     # Whether the slots are in memory that all ranks share.
     shared = False
-    # All slots as bytes, and what takes whole steps between nodes in the native part, if anything does.
+    # All slots as bytes, and what takes whole steps between nodes in the native part, if anything
+    # does.
     slots: Any = None
     native: Any = None
 
@@ -100,8 +102,8 @@ class ControlChannel(_Counts):  # type: ignore[misc]
         """
         raise NotImplementedError
 
-    def resume(self) -> None:
-        """Go on with a step that `native` has begun."""
+    def go_on(self) -> None:
+        """Wait for the rest of a step that `native` has begun, by `done`."""
 
     def done(self) -> bool:
         """Return whether every rank has posted the current step; never waits."""
@@ -116,7 +118,7 @@ class ControlChannel(_Counts):  # type: ignore[misc]
 
 
 class SharedControl(ControlChannel):
-    """A control channel in memory that all ranks share. Each reads all slots: of many ranks, they are smaller."""
+    """A control channel in shared memory. Each rank reads all slots, so many ranks' are smaller."""
 
     shared = True
 

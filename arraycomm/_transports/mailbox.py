@@ -44,7 +44,7 @@ class Mailbox:
         return receive
 
     def probe(self, source: int | None, dest: int, tags: range) -> tuple[int, int] | None:
-        """Return source and tag of the first message to `dest` that no receive is to get, or None."""
+        """Return source and tag of the first message to `dest` without a receive, or None."""
         with self._lock:
             found = [
                 (messages[waiting].number, key)

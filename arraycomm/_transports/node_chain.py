@@ -1,4 +1,4 @@
-"""A chain of nodes: what the ranks of one node send goes on to the next node, in the order of ranks."""
+"""A chain of nodes: what one node's ranks send goes on to the next node, in the order of ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Bytes = np.ndarray[Any, Any]
 
 
 def is_chain(members: Sequence[Sequence[int]]) -> bool:
-    """Return whether nodes with these ranks are several, of several ranks each, which follow one another."""
+    """Return whether there are several nodes, of several ranks each, with ranks in order."""
     in_order = [rank for ranks in members for rank in ranks]
     several = len(members) > 1 and min(map(len, members)) > 1
     return several and in_order == sorted(in_order)
@@ -46,7 +46,8 @@ class NodeChain(abc.ABC):
     carries : bool
         Whether this rank exchanges messages: the smallest node has a counterpart of it.
     before, after : int
-        The ranks of the neighbouring nodes with which it exchanges totals and results; -1 if there is none.
+        The ranks of the neighbouring nodes with which it exchanges totals and results; -1 if there
+        is none.
     """
 
     def __init__(self, rank: int, members: Sequence[Sequence[int]], control: SharedControl) -> None:
@@ -59,7 +60,7 @@ class NodeChain(abc.ABC):
         self.before, self.after = self._peer(self.node - 1), self._peer(self.node + 1)
 
     def _peer(self, node: int) -> int:
-        """Return the rank of a node with which this rank exchanges messages, -1 if there is none."""
+        """Return the rank of a node that exchanges messages with this one; -1 if there is none."""
         there = self.carries and 0 <= node < self.nodes
         return self._members[node][self.control.rank] if there else -1
 
@@ -72,12 +73,7 @@ class NodeChain(abc.ABC):
         """Receive what a neighbour sends."""
 
     def fold_on(
-        self,
-        op: str,
-        dtype: DType,
-        total: Bytes | None,
-        rows: Sequence[Bytes],
-        out: Bytes,
+        self, op: str, dtype: DType, total: Bytes | None, rows: Sequence[Bytes], out: Bytes
     ) -> None:
-        """Fold the rows of this node onto the total of the nodes before; `out` gets the result on the last one."""
+        """Fold this node's rows onto the total before it; on the last, `out` gets the result."""
         fold_on(op, dtype, total, self.first, rows, out, more=self.node + 1 < self.nodes)

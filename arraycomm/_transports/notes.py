@@ -1,8 +1,8 @@
-"""Notes: what each rank tells the others beside its steps, and how it does so in memory that all of them share.
+"""Notes: what each rank tells the others beside its steps, and its form in shared memory.
 
-In shared memory a rank's notes begin with four words: how it left, the last step that it completed, the length of its
-exit text, and the number and length of its wait status. Then come the exit text and two places for
-wait statuses, used in turn, so that a reader always finds a complete one.
+In shared memory a rank's notes begin with four words: how it left, the last step that it completed,
+the length of its exit text, and the number and length of its wait status. Then come the exit text
+and two places for wait statuses, used in turn, so that a reader always finds a complete one.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ NOTES_BYTES: Final = _STATUS + 2 * _STATUS_TEXT
 
 # How a rank left a group; 0 if it has not. FAILED: it will make no further call here. GONE: its
 # error has been printed, and its process ends. Without an error: what it ran came to its end
-# (FINISHED), its process ends (ENDED), or its program has finalized MPI (FINALIZED). GAVE_UP: it has
-# waited too long, in the step of its notice, and makes no further call here either.
+# (FINISHED), its process ends (ENDED), or its program has finalized MPI (FINALIZED). GAVE_UP: it
+# has waited too long, in the step of its notice, and makes no further call here either.
 FAILED, FINISHED, GONE, ENDED, FINALIZED, GAVE_UP = range(1, 7)
 WELL: Final = (FINISHED, ENDED, FINALIZED)
 
@@ -48,13 +48,13 @@ class ExitNotice(NamedTuple):
 
 
 class Notes:
-    """What the ranks of one group tell one another beside their steps; by itself this class tells nothing."""
+    """What a group's ranks tell one another beside their steps; this class itself tells nothing."""
 
     def announce_exit(self, state: int, completed: int, text: str) -> None:
         """Tell the other ranks that this one joins no call after that of step `completed`.
 
-        If it is called again, only the state changes; FAILED and GAVE_UP, which come from a thread that may be
-        late, change nothing then.
+        If it is called again, only the state changes; FAILED and GAVE_UP, which come from a thread
+        that may be late, change nothing then.
         """
 
     def exit_notices(self) -> dict[int, ExitNotice]:

@@ -1,4 +1,4 @@
-"""What is under way, and a message to one rank with one from another that are begun again and again."""
+"""What is under way, and a message to a rank with one from another, both begun repeatedly."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Memory that processes of one node share: files in memory that nothing leaves behind.
 
-They have no name, so that they are gone with the last process that has them open, however that ends. Other
-processes open them through the process that made them. If the system forbids that, as between some
-containers, they have a name until all have opened them.
+They have no name, so that they are gone with the last process that has them open, however that
+ends. Other processes open them through the process that made them. If the system forbids that, as
+between some containers, they have a name until all have opened them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def need_names() -> None:
 
 
 def make_file(nbytes: int) -> str:
-    """Create a file of `nbytes` zeros; return the path at which it can be opened, or an empty one."""
+    """Create a file of `nbytes` zeros; return a path at which it can be opened, or an empty one."""
     return _make_named(nbytes) if _names_needed else _make_unnamed(nbytes) or _make_named(nbytes)
 
 

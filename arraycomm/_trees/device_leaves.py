@@ -19,8 +19,8 @@ def reduce(
 ) -> Steps:
     """Reduce leaves on a device; return their results, in their order.
 
-    Leaves of one dtype are sent together. One launch copies many leaves into their bucket. If
-    a bucket's leaves are all of one framework and device, results are parts of one array; otherwise
+    Leaves of one dtype are sent together. One launch copies many leaves into their bucket. If a
+    bucket's leaves are all of one framework and device, results are parts of one array; otherwise
     each result is copied once more. The result of a leaf on the host is on the host.
     """
     reduced: list[Any] = [None] * len(views)

@@ -29,7 +29,8 @@ _ALONE: Final = 512 << 10
 _NONE: Final[frozenset[int]] = frozenset()
 # The kinds of gradients whose memory is kept.
 _RECENT: Final = 2
-# The number of a leaf's dtype, which of its elements in the buffer are the leaf's, and their shape if not flat.
+# The number of a leaf's dtype, which of its elements in the buffer are the leaf's, and their shape
+# if not flat.
 _Place: TypeAlias = tuple[int, slice, tuple[int, ...] | None]
 
 
@@ -78,7 +79,7 @@ class Fusion:
         return self._dtypes.index(slot.dtype), elements, None if flat else slot.shape
 
     def arrays(self, packed: Packed) -> list[Array]:
-        """Return each leaf's slot; slices are quicker than `Packed.leaves` for a thousand leaves."""
+        """Return each leaf's slot; for a thousand, slices are quicker than `Packed.leaves`."""
         flats = [packed.buffer.view(dtype) for dtype in self._dtypes]
         return [
             flats[number][elements] if shape is None else flats[number][elements].reshape(shape)
@@ -114,10 +115,10 @@ class Fusion:
         *,
         may_overwrite: bool = False,
     ) -> Steps:
-        """Reduce the ranks' leaves into `packed`; return those whose results are in their own place.
+        """Reduce the ranks' leaves into `packed`; return those whose results are in their place.
 
-        Through shared memory each rank folds a part of every chunk for all, and copies its results from there. If
-        leaves may be overwritten, results of large ones are written there instead.
+        Through shared memory each rank folds a part of every chunk for all, and copies its results
+        from there. If leaves may be overwritten, results of large ones are written there instead.
         """
         if memory.group.size == 1:
             # The fold of one rank's leaves is these leaves.
@@ -202,7 +203,7 @@ class Fusion:
             fold(op, bucket.dtype, parts, packed.memory[number].view(bucket.dtype))
 
     def _overwritable(self, sources: Sources) -> frozenset[int]:
-        """Return the large leaves over which results can be written: no other leaf has their memory."""
+        """Return the large leaves over which results can be written: no other has their memory."""
         views = {leaf: view for leaf in self._large if (view := sources[leaf]) is not None}
         found = [
             leaf
@@ -277,7 +278,8 @@ class TreeMemory:
 class RecentFusions:
     """The fusions of the gradients that were reduced last, with their memory.
 
-    Those of two kinds are kept, for models that are trained in turns; one without bytes is made in no time.
+    Those of two kinds are kept, for models that are trained in turns; one without bytes is made in
+    no time.
     """
 
     def __init__(self) -> None:

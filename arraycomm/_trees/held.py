@@ -1,4 +1,4 @@
-"""The leaves of a tree, held by the native part, which copies and folds many of them in one call."""
+"""The leaves of a tree, held by the native part, which copies and folds many in one call."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Held:
     def fold(
         self, op: str, dtype: DType, rows: Sequence[Bytes], own: int, parts: Array, out: Bytes
     ) -> None:
-        """Fold parts of all rows into the same parts of `out`, which overlaps no leaf; row `own` is that of the leaves."""
+        """Fold parts of rows into `out`, which overlaps no leaf; row `own` is the leaves'."""
         self._leaves.fold(number_of(op, dtype), rows, own, parts, out)
 
     def reduce(self, segment: SharedSegment, tables: ChunkTables, op: str, target: Bytes) -> Steps:
@@ -57,9 +57,10 @@ class Held:
 
 
 class ChunkTables:
-    """Where the chunks of a tree lie, and their parts; results of the leaves in `over` are written over these.
+    """Where a tree's chunks and their parts lie; results of leaves in `over` overwrite these.
 
-    The parts of a chunk are those that others fold, those that this rank folds, and those for results.
+    The parts of a chunk are those that others fold, those that this rank folds, and those for
+    results.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class ChunkTables:
         self.parts = np.concatenate([np.empty((0, 4), np.int64), *parts])
 
     def of(self, op: str) -> Array:
-        """Return a row for each chunk: its bytes, its fold, and where its parts of each kind begin, and end."""
+        """Return a row a chunk: its bytes, its fold, and the bounds of its parts of each kind."""
         if op not in self._by_op:
             table = self._rows.copy()
             table[:, 1] = [number_of(op, dtype) for dtype in self._dtypes]
@@ -101,6 +102,6 @@ def hold(specs: Sequence[Spec]) -> Callable[[list[Any]], Held | None]:
 
 
 def table_of(parts: Iterable[Part]) -> Array:
-    """Return a row for each part: its leaf, its first byte there, its length, and where it begins."""
+    """Return a row for each part: its leaf, its first byte there, its length, where it begins."""
     rows = [(leaf, first, last - first, at) for leaf, first, last, at in parts]
     return np.array(rows, np.int64).reshape(-1, 4)

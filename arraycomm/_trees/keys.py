@@ -1,8 +1,8 @@
 """The keys of mappings: described and ordered in the same way on every rank.
 
 Ranks compare trees by the paths of their leaves. So a key's description depends on its value alone,
-and not on its address, the seed of hashes, or the order in which it was inserted. Keys that are equal
-have one description.
+and not on its address, the seed of hashes, or the order in which it was inserted. Keys that are
+equal have one description.
 """
 
 from __future__ import annotations
@@ -42,13 +42,14 @@ def describe_keys(keys: Iterable[Any], path: str) -> list[Key]:
         found = _describe(key)
         if found is None:
             raise TypeError(
-                f"{path} has a key of type {type_name(key)}, which cannot be told from others in the "
-                "same way on every rank; use strings, numbers, enums, or tuples of these as keys"
+                f"{path} has a key of type {type_name(key)}, which cannot be told from others in "
+                "the same way on every rank; use strings, numbers, enums, or tuples of these as "
+                "keys"
             )
         if found in described:
             raise TypeError(
-                f"{path} has two keys that other ranks cannot tell apart, since both are {found.text}; "
-                "use strings, numbers, enums, or tuples of these as keys"
+                f"{path} has two keys that other ranks cannot tell apart, since both are "
+                f"{found.text}; use strings, numbers, enums, or tuples of these as keys"
             )
         described[found] = key
     return list(described)

@@ -74,8 +74,9 @@ class Chunk(NamedTuple):
 def lay_out(specs: tuple[Spec, ...], bucket_bytes: int) -> tuple[Bucket, ...]:
     """Distribute leaves over buckets by dtype, in order; a bucket ends once it is full.
 
-    Every bucket holds at least `bucket_bytes`, but for the last one with large leaves of a dtype and the last one with
-    others. A leaf is never cut. Devices play no part: they may differ between ranks, and the layout must not.
+    Every bucket holds at least `bucket_bytes`, but for the last one with large leaves of a dtype
+    and the last one with others. A leaf is never cut. Devices play no part: they may differ between
+    ranks, and the layout must not.
     """
     waiting: dict[_Kind, list[Piece]] = {}
     ends: dict[_Kind, int] = {}
@@ -104,7 +105,7 @@ def slots_of(specs: tuple[Spec, ...], buckets: Iterable[Bucket]) -> tuple[LeafSl
 
 
 class Message(NamedTuple):
-    """The bytes `start` to `stop` of buckets that lie one after another; all those of one leaf, or of several."""
+    """The bytes `start` to `stop` of consecutive buckets: all those of one leaf, or of several."""
 
     dtype: DType
     start: int
@@ -113,7 +114,7 @@ class Message(NamedTuple):
 
 
 def messages(buckets: Iterable[Bucket], least: int) -> Iterator[Message]:
-    """Cut buckets that lie one after another into messages: leaves of so many bytes have one of their own."""
+    """Cut consecutive buckets into messages: leaves of `least` bytes or more have their own."""
     base = 0
     for bucket in buckets:
         start = base

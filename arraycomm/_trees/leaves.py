@@ -1,8 +1,8 @@
-"""The leaves of a tree as ranks compare and reduce them: None, leaves on devices; and which are one object.
+"""A tree's leaves as ranks compare and reduce them: None, those on devices, one object twice.
 
-Whether two leaves are one object is a rank's own matter: the ranks share values. Results of leaves that are
-one object are one object, too, if they are the same bits. They need not be: on another rank these leaves
-may be two.
+Whether two leaves are one object is a rank's own matter: the ranks share values. Results of leaves
+that are one object are one object, too, if they are the same bits. They need not be: on another
+rank these leaves may be two.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def tied(leaves: Sequence[Any], results: list[Any]) -> list[Any]:
 
 
 def _are_same(result: Any, other: Any) -> bool:
-    """Return whether two results are arrays of the same bits; what is no array is the same as itself alone.
+    """Return whether two results are arrays of the same bits; other objects equal only themselves.
 
     Those of a device are copied to the host for that, but only where a tree has one array twice.
     """

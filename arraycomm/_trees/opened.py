@@ -1,4 +1,4 @@
-"""Leaves of optree that are no values: those that say what is in them, and those that stay as they are."""
+"""Leaves of optree that are no values: they say what is in them, or stay as they are."""
 
 from __future__ import annotations
 

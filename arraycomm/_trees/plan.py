@@ -13,7 +13,7 @@ from arraycomm._cuda.placement import DevicePlacement
 from arraycomm._dtypes import check_op, name_of
 from arraycomm._entries import opaque
 from arraycomm._protocol.agreement import Agreement
-from arraycomm._protocol.header import Signature, encode
+from arraycomm._protocol.header import Signature
 from arraycomm._reduce.chunks import reserve
 from arraycomm._transports.base import Bytes, Steps
 from arraycomm._trees.buffers import Sources
@@ -55,12 +55,12 @@ class Plan(ProcessBound):
 
     Notes
     -----
-    Collective. A call compares one digest, and a tree of up to 1 MiB (less with more than 3 ranks; between nodes 1 MiB
-    between two ranks, and 1 MiB / p between p) is sent with it. On one node, the bytes of a larger tree that other ranks fold
-    are copied to memory that the ranks share, and the results from there. Between two ranks on different nodes,
-    every leaf is copied once, chunk by chunk. Between more, large
-    leaves (1 MiB or more, and 512 KiB for each rank) are reduced as `allreduce` reduces them, if they are
-    contiguous. Others are copied once, into messages of several leaves.
+    Collective. A call compares one digest, and a tree of up to 1 MiB (less with more than 3 ranks;
+    between nodes 1 MiB between two ranks, and 1 MiB / p between p) is sent with it. On one node,
+    the bytes of a larger tree that other ranks fold are copied to shared memory, and the results
+    from there. Between two ranks on different nodes, every leaf is copied once, chunk by chunk.
+    Between more, large leaves (1 MiB or more, and 512 KiB for each rank) are reduced as `allreduce`
+    reduces them, if they are contiguous. Others are copied once, into messages of several leaves.
 
     A plan keeps memory for results, and uses it again once nothing refers to the results in it. If
     no results but those of the last step are in use, a call allocates no memory. Plans of the same
@@ -90,8 +90,6 @@ class Plan(ProcessBound):
         self.present = [index for index, spec in enumerate(self._specs) if spec is not None]
         # Whether every leaf is an array.
         self._plain = len(self.present) == len(self._specs)
-        # Encoded headers, by device flag.
-        self._prefixes: dict[int, bytes] = {}
 
     @opaque
     def __call__(self, tree: Any, *, timeout: float | None = None) -> Any:
@@ -106,16 +104,8 @@ class Plan(ProcessBound):
             self._beside = Fusion(specs, DEFAULT_BUCKET_BYTES)
         return self._beside
 
-    def prefix(self, payload: int, device_flag: int) -> bytes:
-        """Return the header of a call of this plan."""
-        prefix = self._prefixes.get(device_flag)
-        if prefix is None:
-            prefix = encode(self.signature, payload, device_flag=device_flag)
-            self._prefixes[device_flag] = prefix
-        return prefix
-
     def hold(self, leaves: list[Any]) -> Held | None:
-        """Hold all leaves at once, if they are NumPy's, contiguous, and those of the plan; else None."""
+        """Hold all leaves at once, if they are the plan's, NumPy's and contiguous; else None."""
         distinct = self._plain and len(set(map(id, leaves))) == len(leaves)
         return self.fusion.hold(leaves) if distinct else None
 
@@ -128,7 +118,8 @@ class Plan(ProcessBound):
         got, planned = next((got, planned) for got, planned in pairs if got != planned)
         raise ValueError(
             "the tree must have the structure that the plan was made of; got "
-            f"{got or 'no container'} in place of {planned or 'none'}; make another plan for other trees"
+            f"{got or 'no container'} in place of {planned or 'none'}; make another plan for other "
+            "trees"
         )
 
     def _check_paths(self, paths: Sequence[str]) -> None:
@@ -224,10 +215,7 @@ class RunPlan(Operation):
         return parts.sources
 
     def pack(self, room: int) -> Bytes | None:
-        nbytes = self._fusion.nbytes
-        inline = nbytes <= room
-        self.prefix = self._plan.prefix(nbytes if inline else -1, self.placement.device_flag)
-        if not inline:
+        if self._fusion.nbytes > room:
             reserve(self.group.transport, self._fusion.nbytes)
             return None
         self._fusion.pack(self._packed, self._sources)

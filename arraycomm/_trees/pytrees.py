@@ -1,9 +1,9 @@
 """Any pytree as a list of leaves with their paths, and back.
 
 Optree decides what a container is; None is a leaf. A type that optree does not know may still say
-itself what is in it, or be a torch module, a type registered with JAX (equinox, flax) if JAX is loaded,
-or a dataclass. Functions, classes and random generators stay as they are: containers without leaves.
-Optree sorts the keys of a dict if that is possible; other keys are sorted here.
+itself what is in it, or be a torch module, a type registered with JAX (equinox, flax) if JAX is
+loaded, or a dataclass. Functions, classes and random generators stay as they are: containers
+without leaves. Optree sorts the keys of a dict if that is possible; other keys are sorted here.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ _PLAIN: Final = frozenset((type(None), bool, int, float, complex, str, bytes, np
 class Flat(NamedTuple):
     """A tree's leaves, a path for each, and how to make a tree of new leaves.
 
-    `structure` names each container by its path and type, a line for each, in an order that does not
-    depend on how the tree was flattened. `extras` are beside the leaves: a reduction leaves them alone. `stayed`
-    are the paths and objects of what is no value: functions, classes and random generators.
+    `structure` names each container by its path and type, a line for each, in an order that does
+    not depend on how the tree was flattened. `extras` are beside the leaves: a reduction leaves
+    them alone. `stayed` are the paths and objects of what is no value: functions, classes and
+    random generators.
     """
 
     leaves: list[Any]
@@ -60,7 +61,7 @@ class _Node(NamedTuple):
 
 
 class _Outline(NamedTuple):
-    """What a structure of optree's says of the ranks' trees; `plain` if optree sorts all its keys."""
+    """What optree's structure says of the ranks' trees; `plain` if optree sorts all its keys."""
 
     paths: tuple[str, ...]
     structure: str
@@ -80,10 +81,7 @@ def flatten(tree: Any, name: str = "tree") -> Flat:
     ]
     if not any(nodes):
         return Flat(
-            leaves,
-            outline.paths,
-            outline.structure,
-            lambda new: optree.tree_unflatten(spec, new),
+            leaves, outline.paths, outline.structure, lambda new: optree.tree_unflatten(spec, new)
         )
     return _flatten_nodes(leaves, outline, nodes, spec)
 
@@ -304,7 +302,7 @@ def is_variable(leaf: Any) -> bool:
 
 
 def state_of(leaf: Any) -> State | None:
-    """Return the state of a module or an optimizer, which is changed in place; None for anything else."""
+    """Return the state of a module or an optimizer, to be changed in place; None for others."""
     nnx = sys.modules.get("flax.nnx")
     if nnx is None or not isinstance(leaf, (nnx.Module, nnx.Optimizer)):
         return None

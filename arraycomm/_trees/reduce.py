@@ -133,7 +133,7 @@ class AllreduceTree(Operation):
             if leaf.kind == NONE:
                 continue
             lacking = [
-                call.length if call.leaves and call.leaves[number].kind == NONE else 0
+                call.word if call.leaves and call.leaves[number].kind == NONE else 0
                 for call in calls
             ]
             dtype, _ = spec_of(leaf)
@@ -166,7 +166,7 @@ class AllreduceGradients(AllreduceTree):
         super().__init__(context, memory, tree, op, bucket_bytes, compression)
         self.negotiable = missing == "zeros"
         if self.negotiable and None in self.leaves.views:
-            self.length = announced(prototypes(self.leaves.views)[0])
+            self.word = announced(prototypes(self.leaves.views)[0])
         self.independent_on_devices = missing != "zeros"
 
     def fusion_of(self, specs: tuple[Spec, ...]) -> Fusion:

@@ -77,16 +77,12 @@ class ChunkLayout:
         return ChunkTask(lambda _: self.fill(arrays, flats), self.dtype, self.rows, targets)
 
     def tables(self, over: frozenset[int]) -> tuple[DType, int, list[Array]]:
-        """Return the chunk's dtype and bytes, and its parts that others fold, that this rank folds, and for results."""
+        """Return the chunk's dtype and bytes, and its parts: others' folds, own folds, results."""
         nbytes = self.span.stop - self.span.start
         return self.dtype, nbytes, [self._others, self._own, table_of(self._results(over))]
 
     def held_task(
-        self,
-        held: Held,
-        flats: Mapping[int, Bytes | None],
-        buffer: Bytes,
-        over: frozenset[int],
+        self, held: Held, flats: Mapping[int, Bytes | None], buffer: Bytes, over: frozenset[int]
     ) -> ChunkTask:
         """Return the chunk of one call, with leaves whose memory is held."""
         pieces = [(own, part and held.part(part).view(self.dtype)) for own, part in self._pieces]

@@ -1,4 +1,4 @@
-"""Objects of torch whose state goes from rank to rank whole: optimizers, schedulers, scalers, extra state."""
+"""Torch objects whose state is sent whole: optimizers, schedulers, scalers, extra state."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from arraycomm._trees.pytrees import ExtraState, is_torch
 class State(NamedTuple):
     """A state that all ranks take from one.
 
-    `described` is what has to be the same on all ranks for that; `load` puts another rank's value in
-    the place of `value`.
+    `described` is what has to be the same on all ranks for that; `load` puts another rank's value
+    in the place of `value`.
     """
 
     described: tuple[LeafSpec, ...]

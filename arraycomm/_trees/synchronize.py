@@ -68,7 +68,7 @@ class Synchronize(Operation):
             self._data = dumps(
                 [part.value for part in self._parts if part.value is not _Kept], "tree"
             )
-        self.length = len(self._data)
+        self.word = len(self._data)
         self.nbytes, self.copies = self._packed.nbytes, len(arrays)
         # Objects that are changed in place are the same ones on all ranks, and arrays need not be.
         settings = (STRUCTURE, self._flat.structure), ("objects", self._objects())
@@ -93,7 +93,7 @@ class Synchronize(Operation):
         return f"one at {same}" if same else None
 
     def _described(self) -> tuple[LeafSpec, ...]:
-        """Return what the ranks compare: the leaves, what their states need, and what is no leaf."""
+        """Return what the ranks compare: leaves, what their states need, and what is no leaf."""
         count = len(self._flat.leaves)
         leaves = (part.leaf for part in self._parts[:count])
         beside = (spec for part in self._parts for spec in part.beside)
@@ -168,7 +168,8 @@ class _Kept:
 class _Part(NamedTuple):
     """How one leaf is synchronized: as bytes, as a pickled value, or not at all.
 
-    `beside` describes what else the ranks compare. `load` changes the leaf in place, but for the root's.
+    `beside` describes what else the ranks compare. `load` changes the leaf in place, but for the
+    root's.
     """
 
     leaf: LeafSpec

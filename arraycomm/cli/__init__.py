@@ -18,7 +18,7 @@ _USAGE_ERROR: Final = 2
 
 
 class _Command(NamedTuple):
-    """A module with `add_arguments(parser)` and `run(arguments) -> int`, what it does, and how to use it."""
+    """A module with `add_arguments(parser)` and `run(arguments) -> int`, a summary, an example."""
 
     module: str
     summary: str
@@ -74,8 +74,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Parameters
     ----------
     argv : sequence of str, optional
-        The arguments after the program's name; those of this process by default. Without any,
-        the help is printed.
+        The arguments after the program's name; those of this process by default. Without any, the
+        help is printed.
     """
     argv = sys.argv[1:] if argv is None else argv
     _prepare_streams()
@@ -95,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _prepare_streams() -> None:
-    """Let every character be printed in some way, and let a stream that was closed take what nobody reads."""
+    """Let every character be printed somehow, and a closed stream take what nobody reads."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         stream = getattr(sys, name)
         if stream is None:
@@ -119,7 +119,7 @@ def _run(argv: Sequence[str]) -> int:
 
 
 def _parser(argv: Sequence[str]) -> tuple[_Parser, list[str]]:
-    """Return the parser of all commands, with the arguments of the one that is asked for; and its words."""
+    """Return the parser of all commands, with the arguments of the one asked for; and its words."""
     words = list(argv)
     parser = _Parser(
         prog="arraycomm",

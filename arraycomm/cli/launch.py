@@ -37,7 +37,8 @@ def launcher_for(
         return find_launcher(environment)
     except BackendUnavailableError as error:
         print(
-            f"{command}: {ranks} rank{'s need' if ranks > 1 else ' needs'} an MPI and its launcher, but "
+            f"{command}: {ranks} rank{'s need' if ranks > 1 else ' needs'} an MPI and its "
+            "launcher, but "
             f"{error}; install one with: pip install 'arraycomm[mpich]'{otherwise}",
             file=sys.stderr,
         )

@@ -92,7 +92,8 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"run: {describe(ended)}", file=sys.stderr)
     if ended.cut_off:
         print(
-            f"run: {_named(ended.cut_off)} had not ended when another rank left without MPI's end, as by "
+            f"run: {_named(ended.cut_off)} had not ended when another rank left without MPI's end, "
+            "as by "
             "os._exit; the launcher has ended all",
             file=sys.stderr,
         )
@@ -174,6 +175,6 @@ def _refuse_in_job() -> None:
     launch = launched(os.environ)
     if launch is not None and launch.size > 1 and not claimed_by(os.environ, os.getpid()):
         raise ValueError(
-            f"{launch.launcher} has started this process as one of {launch.size}; start arraycomm run "
-            "alone, without it"
+            f"{launch.launcher} has started this process as one of {launch.size}; start arraycomm "
+            "run alone, without it"
         )

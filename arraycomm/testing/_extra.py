@@ -5,6 +5,6 @@ try:
     import tblib  # noqa: F401
 except ImportError as error:
     raise ImportError(
-        "arraycomm.testing.given, its strategies and its conformance suite need Hypothesis and tblib "
-        f"({error}); install them with: pip install 'arraycomm[testing]'"
+        "arraycomm.testing.given, its strategies and its conformance suite need Hypothesis and "
+        f"tblib ({error}); install them with: pip install 'arraycomm[testing]'"
     ) from error

@@ -17,7 +17,8 @@ from arraycomm._errors import CommTimeoutError, CommunicatorClosedError, PeerErr
 
 # The `priority` of an error that another rank's failure caused.
 CAUSED: Final = 3
-# Attributes of errors, for reports: the rank that raised it, and whether rank 0's report is the one to see.
+# Attributes of errors, for reports: the rank that raised it, and whether rank 0's report is the one
+# to see.
 ON_RANK: Final = "on_rank"
 FOUND_BY_RANK_0: Final = "found_by_rank_0"
 
@@ -67,7 +68,7 @@ def state_of(rank: int, error: BaseException | None) -> str:
 
 
 def in_a_line(text: str) -> str:
-    """Return the first line of an error's text, without the traceback of another rank that begins there."""
+    """Return the first line of an error's text, up to the traceback of another rank in it."""
     return re.split(": Traceback|; its traceback", (text.splitlines() or [""])[0])[0]
 
 

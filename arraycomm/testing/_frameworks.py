@@ -198,7 +198,7 @@ def elements_of(array: Any) -> Array:
 
 @contextmanager
 def elements_to_write(array: Any) -> Iterator[Array]:
-    """Lend an array's elements; what is written to them is in the array afterwards, if it can be written."""
+    """Lend an array's elements; what is written to them is in the array afterwards, if writable."""
     elements = elements_of(array)
     yield elements
     write = _WRITERS.get(_package_of(array))

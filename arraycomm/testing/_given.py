@@ -62,9 +62,9 @@ def given(
         threads. A number of ranks that the job does not have is left out; if none is left, the test
         is skipped.
     world : mpi4py.MPI.Intracomm, callable, or None
-        For code that does not use arraycomm: an mpi4py communicator, or a function that returns one.
-        `comm` is then a plain mpi4py communicator of the first ranks of this one. The ranks are
-        processes, whether there is a launcher or not.
+        For code that does not use arraycomm: an mpi4py communicator, or a function that returns
+        one. `comm` is then a plain mpi4py communicator of the first ranks of this one. The ranks
+        are processes, whether there is a launcher or not.
     timeout : float
         Seconds that a rank waits for another in an example. A rank that takes twice that long in
         Python is interrupted.
@@ -89,14 +89,13 @@ def given(
 
     Notes
     -----
-    With `world`, arraycomm cannot end what a rank waits for in MPI. If the failure of one rank leaves
-    another one waiting there, the ranks show the error, the example and where they wait, and the job
-    ends; nothing shrinks. An example that leaves a message unreceived fails.
+    With `world`, arraycomm cannot end what a rank waits for in MPI. If the failure of one rank
+    leaves another one waiting there, the ranks show the error, the example and where they wait, and
+    the job ends; nothing shrinks. An example that leaves a message unreceived fails.
     `hypothesis.note`, `event`, `target` and `assume` may be called on any rank: notes are shown
     with their rank if ranks differ, a target is the largest of all ranks', and an assumption that
-    fails on one rank fails.
-    The deadline of Hypothesis counts the time of rank 0. Its default of 200 ms is meant for one
-    process, and does not apply.
+    fails on one rank fails. The deadline of Hypothesis counts the time of rank 0. Its default of
+    200 ms is meant for one process, and does not apply.
 
     Examples
     --------

@@ -41,7 +41,8 @@ _USUAL_DEADLINE: Final = timedelta(milliseconds=200)
 def adapt_settings(test: Any) -> None:
     """Let a test print how to reproduce a failure; drop a deadline that nobody has chosen.
 
-    What Hypothesis explains are lines that differ in this thread, which are the library's: left out.
+    What Hypothesis explains are lines that differ in this thread, which are the library's: left
+    out.
     """
     settings: hypothesis.settings = vars(test)[_SETTINGS]
     deadline = None if settings.deadline == _USUAL_DEADLINE else settings.deadline

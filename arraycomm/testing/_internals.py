@@ -61,7 +61,7 @@ def bcast_from_root(comm: Communicator, produce: Callable[[], Any], label: str |
 
 
 def end_test(comm: Communicator) -> None:
-    """Wait until every rank has ended the test; an error if one calls something else. Collective."""
+    """Wait until every rank has ended the test; raise if one calls something else. Collective."""
     runner_of(comm).call(EndOfTest)
 
 
@@ -96,7 +96,7 @@ def renew_world(*, free: bool) -> None:
 
 
 def revive_world() -> None:
-    """Go on with a world that all ranks have left in the same step, with nothing outstanding; collective."""
+    """Go on with a world that all ranks left in the same step, nothing outstanding; collective."""
     for group in group_of(_session.world()).related:
         group.control.ended, group.engine.threaded = False, group.transport.threaded
 
@@ -160,7 +160,7 @@ def end_in_step(comm: Communicator, text: str, seconds: float) -> tuple[bool, bo
 
 
 class LastStep:
-    """The last step of a communicator and its groups; its beginning tells the others to wait no more."""
+    """The last step of a communicator and its groups; its beginning ends the others' waits."""
 
     def __init__(self, comm: Communicator, text: str) -> None:
         self._related = list(group_of(comm).related)
@@ -191,7 +191,7 @@ class LastStep:
         return in_step and clean, clean
 
     def together(self, seconds: float) -> bool:
-        """Return whether all ranks have come to the last step from the same one, if by errors of their own."""
+        """Return whether all ranks left in the same step, even if by errors of their own."""
         return self.complete(seconds)[1] and self._all_left
 
     @property

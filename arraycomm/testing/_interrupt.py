@@ -53,8 +53,8 @@ class Interruptible:
     def hopeless(self) -> CommTimeoutError:
         """Return the error to show if no interruption arrives."""
         return CommTimeoutError(
-            f"rank {self.rank} did not end in time, and cannot be interrupted outside Python; it is "
-            f"here:\n{stack_of(self.ident)}"
+            f"rank {self.rank} did not end in time, and cannot be interrupted outside Python; it "
+            f"is here:\n{stack_of(self.ident)}"
         )
 
 

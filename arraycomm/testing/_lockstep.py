@@ -41,8 +41,8 @@ _ENDING: Final = 5.0
 _TOGETHER: Final = 1.0
 # Seconds in which a launcher forwards what was printed.
 _FORWARDING: Final = 0.2
-# Seconds for which a rank waits longer than any other one needs that ends its example by itself; and those in which
-# all show what they have raised.
+# Seconds for which a rank waits longer than any other one needs that ends its example by itself;
+# and those in which all show what they have raised.
 _LATER: Final = 5.0
 _TURN: Final = 5.0
 
@@ -88,7 +88,8 @@ class Lockstep:
             if len(set(tests)) == 1:
                 self._met.add(test)
                 return
-            # This rank has already run the test of another one, and waits until that one catches up.
+            # This rank has already run the test of another one, and waits until that one catches
+            # up.
             is_ahead = any(other in self._met for other in tests)
             everyone = self._control.allgather_object(is_ahead)
             if not is_ahead or all(everyone):
@@ -163,7 +164,8 @@ class Lockstep:
     def _exchange(self, ended: Ended, example: Example) -> list[Ended]:
         """Return how every rank has ended the example; if one does not, end the job.
 
-        Such a rank would interrupt itself, or end the job, unless it holds Python's lock outside Python.
+        Such a rank would interrupt itself, or end the job, unless it holds Python's lock outside
+        Python.
         """
         limit = 2 * example.timeout + SLACK + HOPELESS + _LATER
         watch = threading.Timer(limit, self._end_job, (ended, example, uncaptured()))

@@ -1,7 +1,8 @@
 """Tests of code that communicates by mpi4py itself: each example gets a plain communicator.
 
-The ranks run in step as they do otherwise. Beside the plain communicator of an example there is one of
-arraycomm, which the test does not see: it carries draws, and tells the ranks how the example ended.
+The ranks run in step as they do otherwise. Beside the plain communicator of an example there is one
+of arraycomm, which the test does not see: it carries draws, and tells the ranks how the example
+ended.
 """
 
 from __future__ import annotations
@@ -95,10 +96,10 @@ class PlainLockstep(Lockstep):
 
 
 def _refuse_messages(plain: Any, timeout: float) -> None:
-    """Raise if the test has not received a message, or waits for one: the next example would get it.
+    """Raise if the test has left a message or a receive: the next example would get it.
 
-    Each rank sends a last message to each. Messages do not overtake one another, so what comes before it
-    is one of the test.
+    Each rank sends a last message to each. Messages do not overtake one another, so what comes
+    before it is one of the test.
     """
     from mpi4py import MPI
 
@@ -111,8 +112,8 @@ def _refuse_messages(plain: Any, timeout: float) -> None:
     if found:
         source, tag = found[0]
         raise MismatchError(
-            f"given: rank {plain.rank} has not received a message from rank {source} with tag {tag}; "
-            "every message of a test must be received before it ends"
+            f"given: rank {plain.rank} has not received a message from rank {source} with tag "
+            f"{tag}; every message of a test must be received before it ends"
         )
 
 
@@ -124,8 +125,8 @@ def _first_of(plain: Any, source: int, last: int, timeout: float) -> int:
     while not plain.Iprobe(source, MPI.ANY_TAG, status):
         if time.monotonic() > deadline:
             raise MismatchError(
-                f"given: rank {plain.rank} has begun a receive from rank {source} that no message of "
-                "the test has ended; wait for every receive, or cancel it, before the test ends"
+                f"given: rank {plain.rank} has begun a receive from rank {source} that no message "
+                "of the test has ended; wait for every receive, or cancel it, before the test ends"
             )
         time.sleep(0)
     if status.Get_tag() == last:

@@ -12,8 +12,8 @@ from arraycomm.testing._schedule import Schedule
 from arraycomm.testing._scheduled_transport import scheduled
 from arraycomm.testing._threads import RankThread, run_threads
 
-# Seconds beyond the timeout in which a rank may find out that it has waited for too long, also if others keep the
-# cores busy.
+# Seconds beyond the timeout in which a rank may find out that it has waited for too long, also if
+# others keep the cores busy.
 _SLACK: Final = 2.0
 
 

@@ -6,8 +6,8 @@ seeded generator chooses the next holder. Between two switch points a rank runs 
 of the switch points is the whole interleaving.
 
 The choice follows priorities that change at random points. If a race needs one rank far ahead or
-far behind, this finds it sooner than a fair choice (Burckhardt, Kothari, Musuvathi, Nagarakatte:
-A Randomized Scheduler with Probabilistic Guarantees of Finding Bugs, ASPLOS 2010).
+far behind, this finds it sooner than a fair choice (Burckhardt, Kothari, Musuvathi, Nagarakatte: A
+Randomized Scheduler with Probabilistic Guarantees of Finding Bugs, ASPLOS 2010).
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from arraycomm._errors import TransportError
 _PATIENCE: Final = 0.5
 # Seconds after which a waiting rank checks again how long the holder has been away.
 _CHECK_INTERVAL: Final = 0.05
-# Switch points between two changes of priorities, on average; each schedule draws one of these.
-# 1 is a fair choice at every point; the last seldom changes the priorities of a short program.
+# Switch points between two changes of priorities, on average; each schedule draws one of these. 1
+# is a fair choice at every point; the last seldom changes the priorities of a short program.
 _CALMS: Final = (1, 4, 16, 64, 256)
 _NOBODY: Final = -1
 _NEVER: Final = -1

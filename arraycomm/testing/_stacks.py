@@ -29,7 +29,7 @@ class Address(NamedTuple):
 
 
 class OwnStack:
-    """Has this process write its stack once it is asked by a signal, which needs no lock of Python's."""
+    """Has this process write its stack when a signal asks, which needs no lock of Python's."""
 
     def __init__(self) -> None:
         self._file = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as it may be asked
@@ -48,7 +48,7 @@ def stacks_of(addresses: Sequence[Address]) -> list[str]:
 
 
 def _read(address: Address) -> str:
-    """Return the stack of the thread that runs the test, from the test's frames on, the innermost first."""
+    """Return the test thread's stack, from the test's frames on, the innermost first."""
     try:
         with open(f"/proc/{address.pid}/fd/{address.descriptor}", encoding="utf-8") as file:
             threads = file.read().split("\n\n")

@@ -158,10 +158,7 @@ def measured(results: dict[str, Any]) -> str:
             for key in runs[0][name]
         }
         machine = Machine(
-            2,
-            int(ranks),
-            took["8 B", "exchange"],
-            took["64 MB", "exchange"] / SIZES["64 MB"],
+            2, int(ranks), took["8 B", "exchange"], took["64 MB", "exchange"] / SIZES["64 MB"]
         )
         for name, nbytes in SIZES.items():
             algorithm, predicted = machine.allreduce(nbytes)

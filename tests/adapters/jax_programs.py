@@ -216,7 +216,7 @@ def repeated_calls_are_as_the_first() -> None:
         assert largest.tolist() == [turn + comm.size - 1] * 3
         assert total.tolist() == [sum(turn + rank for rank in range(comm.size))] * 3
     # The full call for arrays of other shapes, the fast path for those seen before.
-    assert internals.has_fast_paths(calls_of(comm), 2)
+    assert internals.has_fast_paths(calls_of(comm).comm, 2)
     # Whatever wants to see every call does.
     path = comm.bcast_object(f"{tempfile.mkdtemp()}/trace.json")
     with comm.trace(path):

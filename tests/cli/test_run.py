@@ -126,10 +126,7 @@ class TestRanks:
 
     @pytest.mark.parametrize(
         ("number", "status", "said"),
-        [
-            (signal.SIGINT, 130, "\nrun: ended by Ctrl-C\n"),
-            (signal.SIGKILL, -9, ""),
-        ],
+        [(signal.SIGINT, 130, "\nrun: ended by Ctrl-C\n"), (signal.SIGKILL, -9, "")],
         ids=["Ctrl-C", "SIGKILL"],
     )
     def test_a_signal_ends_all_ranks_at_once(self, number: int, status: int, said: str) -> None:

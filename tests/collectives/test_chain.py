@@ -16,12 +16,7 @@ from hypothesis import strategies as st
 
 from arraycomm._folds import fold
 from arraycomm._reduce import chain, segment
-from arraycomm._reduce.chain import (
-    ChainSegment,
-    chunk_bytes,
-    is_quicker,
-    largest_chunk,
-)
+from arraycomm._reduce.chain import ChainSegment, chunk_bytes, is_quicker, largest_chunk
 from arraycomm._reduce.segment import ChunkTask, chunk_tasks
 from arraycomm._transports.control import SharedControl
 from arraycomm._transports.node_chain import NodeChain, is_chain

@@ -72,10 +72,7 @@ def test_words(comm: Communicator) -> None:
     unchecked = comm.dup(check=False, reproducible=False)
     explained = ac.explain(np.ones(10**6), comm=unchecked)
     said = str(explained)
-    words = {
-        "slices": "each rank folds a slice",
-        "segment": "memory that the ranks share",
-    }
+    words = {"slices": "each rank folds a slice", "segment": "memory that the ranks share"}
     assert words[explained.algorithm] in said
     assert "what the ranks call is not compared" in said
     assert "reproducible=False" in said

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 import arraycomm as ac
+from arraycomm._calls import fast_paths
 from arraycomm._communicator import Communicator
-from arraycomm._messages import messages
 from tests.collectives.each_rank import each_rank_of
+from tests.support import internals
 from tests.support.launcher import needs_mpiexec, run_python
 
 Array = np.ndarray[Any, Any]
@@ -57,7 +58,7 @@ def test_each_call_gets_its_own_elements(comm: Communicator) -> None:
         backwards = np.empty(SHORT)[::-1]
         comm.sendrecv(strided, right, left, out=backwards)
         assert np.array_equal(backwards, theirs)
-        paths.append(list(comm._messenger._fast.values()))
+        paths.append(list(internals.fast_paths(comm)._paths.values()))
     assert all(np.array_equal(got, wanted) for got, wanted in kept)
     assert len(paths[0]) == (comm.size > 1)
     assert all(one == paths[0] for one in paths)
@@ -133,7 +134,7 @@ def test_receives_from_any_rank_come_before_later_exchanges(comm: Communicator) 
 
 
 def test_fast_paths_are_given_up_when_there_are_many(on_ranks, monkeypatch) -> None:
-    monkeypatch.setattr(messages, "_MAX_FAST", 3)
+    monkeypatch.setattr(fast_paths, "_MOST", 3)
 
     def check(comm: Communicator) -> None:
         right, left = _ring(comm)
@@ -141,11 +142,11 @@ def test_fast_paths_are_given_up_when_there_are_many(on_ranks, monkeypatch) -> N
             for count in range(5):
                 got = comm.sendrecv(_numbered(comm.rank, turn, count=count), right, left)
                 assert np.array_equal(got, _numbered(left, turn, count=count))
-                assert len(comm._messenger._fast) <= 3
+                assert len(internals.fast_paths(comm)) <= 3
         with comm.dup() as other:
             _warm(other)
-            assert len(other._messenger._fast) == 1
-        assert not other._messenger._fast
+            assert len(internals.fast_paths(other)) == 1
+        assert not internals.fast_paths(other)
 
     on_ranks(2, check)
 

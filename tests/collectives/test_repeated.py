@@ -74,9 +74,7 @@ PLACES: dict[str, Callable[[Any, Any], tuple[Any, Any]]] = {
 
 @pytest.mark.parametrize("place", PLACES)
 def test_memory_of_each_kind_gives_the_same(
-    on_ranks: OnRanks,
-    place: str,
-    monkeypatch: pytest.MonkeyPatch,
+    on_ranks: OnRanks, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One rank alone, or all, have arrays of a kind for which there may be no fast path."""
     # Results of one chunk are written before the next one is read.
@@ -202,7 +200,7 @@ def test_arrays_that_ranks_share_are_reduced_where_they_are(
             x[...] = own(comm.rank, turn)
             np.testing.assert_array_equal(comm.allreduce(x, out=out), total(3, turn))
             np.testing.assert_array_equal(comm.allreduce(own(comm.rank)), total(3))
-        if shared_arrays.exist(internals.transport(comm)):
+        if internals.transport(comm).shares_arrays:
             assert reduced.count(comm.rank) == 2
 
     on_ranks(3, check)

@@ -98,12 +98,7 @@ def test_timeout_holds_for_one_call_on_one_rank(comm: Communicator) -> None:
 
 @each_rank_of(3)
 def test_wrong_timeout_is_raised_on_all_ranks_which_go_on(comm: Communicator) -> None:
-    for wrong, kind in (
-        (0, ValueError),
-        (-1.0, ValueError),
-        ("1", TypeError),
-        (True, TypeError),
-    ):
+    for wrong, kind in ((0, ValueError), (-1.0, ValueError), ("1", TypeError), (True, TypeError)):
         for name in ("allreduce", "bcast_object"):
             call: Any = getattr(comm, name)
             expected = kind if comm.rank == 1 else ac.PeerError

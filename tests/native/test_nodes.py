@@ -233,7 +233,7 @@ class _Rank:
     def await_others(self) -> None:
         assert self.turn.locked()
         self.in_python += 1
-        self.control.resume()
+        self.control.go_on()
         deadline = time.monotonic() + _LIMIT
         while not self.control.done():
             assert time.monotonic() < deadline, "the step does not end"
@@ -383,9 +383,7 @@ def _steps(draw: st.DrawFn) -> tuple[list[int], list[_Step]]:
 
 @given(_steps())
 @settings(deadline=None, max_examples=60)
-def test_steps_end_alike_whoever_is_late_or_differs(
-    drawn: tuple[list[int], list[_Step]],
-) -> None:
+def test_steps_end_alike_whoever_is_late_or_differs(drawn: tuple[list[int], list[_Step]]) -> None:
     nodes, steps = drawn
     with _Cluster(nodes) as cluster:
         for count, headers, late, seconds, others in steps:

@@ -38,11 +38,7 @@ def test_ranks_that_wait_on_different_communicators_learn_of_one_another(
     """Each timeout tells where the rank that is missing waits, also in a message."""
     # They time out before it is certain that they wait for one another.
     first, second = comm.dup(timeout=0.9), comm.dup(timeout=0.9)
-    calls = [
-        lambda: first.allreduce(np.ones(3)),
-        second.barrier,
-        lambda: second.recv(0, 5),
-    ]
+    calls = [lambda: first.allreduce(np.ones(3)), second.barrier, lambda: second.recv(0, 5)]
     with pytest.raises(ac.CommTimeoutError) as caught:
         calls[comm.rank]()
     said, waits = str(caught.value), "(it )?(is waiting|has waited in vain)"

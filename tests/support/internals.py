@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from arraycomm._calls.fast_paths import FastPaths
 from arraycomm._calls.placement import Placements
 from arraycomm._calls.runner import Runner
-from arraycomm._collectives import groups, shared_arrays
+from arraycomm._collectives import fast_path, groups, shared_arrays
 from arraycomm._communicator import Communicator, group_of, runner_of
 from arraycomm._cuda.devices import DeviceRequest, Devices
 from arraycomm._native import compiled
@@ -290,9 +291,9 @@ def drop_first_task(comm: Member) -> None:
 
 def mpi_movements() -> Any:
     """Return the sends and receives that MPI has not finished, whoever waits for them."""
-    from arraycomm._transports.mpi.movement import Movement
+    from arraycomm._transports.mpi.movement import KEPT_ALIVE, Movement
 
-    return Movement.under_way
+    return {kept for kept in KEPT_ALIVE if isinstance(kept, Movement)}
 
 
 # Devices ---------------------------------------------------------------------------------------
@@ -340,12 +341,12 @@ def free(comm: Member) -> None:
 
 def remember_allreduce(comm: Communicator, x: Any, op: str) -> None:
     """Take the fast path in the next `allreduce` like this, as if one had been made."""
-    comm._fast.remember(x, op)
+    fast_path.remember(comm._runner, x, op)
 
 
 def remember_noted_allreduce(comm: Communicator, x: Any, op: str, note: str) -> None:
     """Keep the fast path of a reduction that the ranks compare together with a note, as programs of JAX do."""
-    comm._fast.keep((note,), x, op, note)
+    fast_path.keep(comm._runner, (note,), x, op, note)
 
 
 def is_closed(comm: Member) -> bool:
@@ -394,9 +395,13 @@ def noted_waits() -> Iterator[Callable[[Communicator], list[str]]]:
 # Traces ----------------------------------------------------------------------------------------
 
 
+def fast_paths(comm: Communicator) -> FastPaths:
+    return runner_of(comm).fast_paths
+
+
 def has_fast_paths(comm: Communicator, count: int) -> bool:
     """Return whether so many reductions have a fast path, as far as the native part makes any."""
-    return compiled is None or len(comm._fast.paths) == count
+    return compiled is None or len(fast_paths(comm)) == count
 
 
 def is_traced(comm: Communicator) -> bool:

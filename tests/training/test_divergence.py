@@ -473,10 +473,7 @@ _table: dict[str, tuple[str, Callable[[Comm, bool], None]]] = {
         lambda comm, wrong: objects(comm, SGD(0.1), leaves(wrong)),
     ),
     "learning_rate": (_RATES, lambda comm, wrong: objects(comm, SGD(0.2 if wrong else 0.1))),
-    "sharded": (
-        _RATES,
-        lambda comm, wrong: objects(comm, Adam(0.2 if wrong else 0.1), shard=True),
-    ),
+    "sharded": (_RATES, lambda comm, wrong: objects(comm, Adam(0.2 if wrong else 0.1), shard=True)),
     "class": (
         "the class of the optimizer.*Momentum.*Adam",
         lambda comm, wrong: objects(comm, Adam(0.1) if wrong else Momentum(0.1)),

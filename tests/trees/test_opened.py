@@ -54,10 +54,7 @@ def _tree_functions(comm: Communicator) -> list[Any]:
 @each_rank_of("few")
 def test_objects_that_say_what_is_in_them_are_opened(comm: Communicator) -> None:
     array = np.full(3, float(comm.rank))
-    tree = {
-        "m": [Model(array, f"of {comm.rank}")],
-        "f": functools.partial(pow, array, mod=None),
-    }
+    tree = {"m": [Model(array, f"of {comm.rank}")], "f": functools.partial(pow, array, mod=None)}
     for call in _tree_functions(comm):
         got = call(tree)
         [model] = got["m"]

@@ -1,8 +1,8 @@
 """The frameworks: one module for each, with everything that the core knows about it.
 
-No framework is imported at import time. The modules of a type's base classes show which framework an
-array is of, and the caller has imported that. To add a framework, write its module and add it to the
-tables below.
+No framework is imported at import time. The modules of a type's base classes show which framework
+an array is of, and the caller has imported that. To add a framework, write its module and add it to
+the tables below.
 """
 
 from __future__ import annotations

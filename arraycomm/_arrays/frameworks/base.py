@@ -47,8 +47,8 @@ def unconverted(source: BufferView, _like: BufferView) -> bool:
 class OnDevice:
     """What `exchange` does with a framework's arrays that stay on their device."""
 
-    # Returns an array as the framework's own type. Gets the array and what messages call it. Raises if the
-    # array cannot be read.
+    # Returns an array as the framework's own type. Gets the array and what messages call it. Raises
+    # if the array cannot be read.
     own: Callable[[Any, str], Any]
     # Returns a copy of an array.
     copy: Callable[[Any], Any]
@@ -66,15 +66,11 @@ class Framework:
     to_framework: Callable[[Array, BufferView], Any]
     # Reads its arrays. None if several readers do.
     read: Reader | None = None
-    # Returns the memory of a plain array on the host, which may be written; None if only `read` can tell. It is quicker
-    # than that. None if nothing is.
-    plain_memory: Callable[[Any], Array | None] | None = None
-    # Returns new memory on the host that `to_framework` takes over as the framework's own. None if any is as good.
+    # Returns new memory on the host that `to_framework` takes over as the framework's own. None if
+    # any is as good.
     allocate: Callable[[tuple[int, ...], DType], Array] | None = None
     # Keeps an array's memory where it is, since another framework's array shares it from now on.
     pin: Callable[[Any], object] = _never
-    # Tells the framework that the memory of a plain array was written.
-    note_write: Callable[[Any], None] = _never
     # Returns an array's device without reading the elements. None if only reading tells.
     device_of: Callable[[Any], Device] | None = None
     # Returns whether `to_framework` hands over memory of a dtype without a copy.
@@ -93,12 +89,13 @@ class Framework:
     immutable: str = ""
     # Whether `commit_out` can write a view that is a copy back into its array.
     copies_back: bool = False
-    # Whether `commit_out` replaces all elements, because an array's memory may belong to others as well.
+    # Whether `commit_out` replaces all elements, because an array's memory may belong to others as
+    # well.
     replaces_out: bool = False
     # What `exchange` imports to make its arrays. None if `exchange` cannot be asked for it.
     module: str | None = None
-    # Returns whether the array of a view need not be exchanged for one like another view's. Both views are of
-    # this framework, on one device.
+    # Returns whether the array of a view need not be exchanged for one like another view's. Both
+    # views are of this framework, on one device.
     is_already: Callable[[BufferView, BufferView], bool] = unconverted
     # Says why the framework cannot share a NumPy array's memory; None if it can.
     reason_to_copy: Callable[[Array], str | None] = _never

@@ -30,7 +30,7 @@ def read_cupy(x: Any, _name: str) -> BufferView:
 
 
 def _carrier(dtype: DType) -> DType:
-    """Return the dtype as which CuPy moves elements: it has no kernels for some of 8 and 16 bits."""
+    """Return the dtype in which CuPy moves elements: some of 8 and 16 bits have no kernels."""
     narrow = kind_of(dtype) is Kind.NARROW
     return np.dtype(f"u{dtype.itemsize}") if narrow else dtype
 

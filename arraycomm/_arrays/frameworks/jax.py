@@ -169,11 +169,7 @@ JAX: Final = Framework(
     immutable="JAX",
     reason_to_copy=_reason_to_copy,
     reason_copied=_reason_copied,
-    on_device=OnDevice(
-        own=_own,
-        copy=lambda x: x.copy(),
-        namespace="jax.numpy",
-    ),
+    on_device=OnDevice(own=_own, copy=lambda x: x.copy(), namespace="jax.numpy"),
 )
 
 

@@ -39,8 +39,9 @@ def _read_number(x: Any, name: str) -> BufferView:
 def _refuse_object(x: Any, name: str) -> BufferView:
     raise TypeError(
         f"{name} must be an array or a number; got {type_name(x)}; "
-        "any object goes by bcast_object, allgather_object or gather_object, a tree of arrays by allreduce_tree or "
-        "synchronize, and an object to one rank as an array of the bytes of its pickle"
+        "any object goes by bcast_object, allgather_object or gather_object, a tree of arrays by "
+        "allreduce_tree or synchronize, and an object to one rank as an array of the bytes of its "
+        "pickle"
     )
 
 

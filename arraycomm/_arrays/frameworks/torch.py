@@ -54,18 +54,8 @@ def read_torch(x: Any, name: str) -> BufferView:
     return BufferView(array, "torch", x, False)
 
 
-def _plain_memory(x: Any) -> Array | None:
-    """Return the memory of a plain tensor on the host; None if it may be another."""
-    if x.requires_grad or _wrapped(x) or _has_tangent(x):
-        return None
-    try:
-        return _memory_of(x, "x")
-    except (BufferError, RuntimeError, TypeError):
-        return None
-
-
 class _Memory:
-    """The memory of a tensor, as NumPy takes it. `Tensor.numpy()` would forbid the tensor to be resized from then on."""
+    """A tensor's memory, as NumPy takes it: `Tensor.numpy()` would forbid resizing from then on."""
 
     __slots__ = ("__array_interface__", "tensor")
     __array_interface__: dict[str, Any]
@@ -91,14 +81,14 @@ def torch_carriers() -> dict[Any, tuple[Any, DType]]:
 
 @cache
 def _kind_of(dtype: Any) -> tuple[str, DType | None]:
-    """Return what NumPy reads for a torch dtype, and as which dtype of ml_dtypes; raise for one that it cannot."""
+    """Return what NumPy reads for a torch dtype, and its ml_dtypes dtype; raise if NumPy cannot."""
     torch = sys.modules["torch"]
     integers, carried = torch_carriers().get(dtype, (dtype, None))
     return torch.empty(0, dtype=integers, device="cpu").numpy().dtype.str, carried
 
 
 def _memory_of(x: Any, name: str) -> Array:
-    """Return the memory of a tensor, which must not be resized while the array is used; raise if it may be another."""
+    """Return a tensor's memory, not to be resized while in use; raise if it may be another one."""
     torch = sys.modules["torch"]
     if not x.is_cpu or x.layout is not torch.strided or x.is_conj() or x.is_neg():
         raise TypeError("not plain memory")
@@ -293,18 +283,14 @@ def _carried() -> dict[DType, tuple[str, Any]]:
     }
 
 
-def _note_write(tensor: Any) -> None:
-    """Record a write, so that autograd notices if it saved an older value."""
-    sys.modules["torch"].autograd.graph.increment_version(tensor)
-
-
 def _commit_out(out: BufferView) -> Any:
-    """Copy a copy back, or record the write."""
+    """Copy a copy back, or record the write: autograd may have saved an older value."""
+    torch = sys.modules["torch"]
     if out.copied:
-        with sys.modules["torch"].no_grad():
+        with torch.no_grad():
             out.source.copy_(_to_tensor(out.array))
     else:
-        _note_write(out.source)
+        torch.autograd.graph.increment_version(out.source)
     return out.source
 
 
@@ -338,10 +324,8 @@ TORCH: Final = Framework(
     name="torch",
     module="torch",
     read=read_torch,
-    plain_memory=_plain_memory,
     allocate=_allocate,
     pin=_pin,
-    note_write=_note_write,
     device_of=torch_device,
     to_framework=_to_torch,
     takes_over=BY_DTYPE.__contains__,
@@ -349,9 +333,5 @@ TORCH: Final = Framework(
     takes_opaque=False,
     copies_back=True,
     reason_to_copy=_reason_to_copy,
-    on_device=OnDevice(
-        own=_own,
-        copy=lambda x: x.detach().clone(),
-        namespace="torch",
-    ),
+    on_device=OnDevice(own=_own, copy=lambda x: x.detach().clone(), namespace="torch"),
 )

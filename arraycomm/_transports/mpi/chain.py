@@ -51,7 +51,7 @@ class MpiChain(NodeChain):
 def make_chain(
     comm: MPI.Intracomm, between: MPI.Intracomm, places: Places, pieces: Pieces
 ) -> MpiChain | None:
-    """Return the chain of all ranks' nodes, whose messages go over `between`; collective, and may block.
+    """Return the chain of all ranks' nodes, with messages over `between`; collective, may block.
 
     None, on every rank, if nodes make no chain or the ranks of one cannot share memory.
     """

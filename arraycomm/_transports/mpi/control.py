@@ -1,14 +1,15 @@
 """The control channel between nodes: shared memory on each node, and messages between nodes.
 
-A step has three parts. The ranks of a node write their slots to memory that they share. The first of them
-exchanges the slots of all with the first ranks of the other nodes, and then says so to its node, and whether all
-ranks show the same. If the ranks of a node cannot share memory, each counts as a node.
+A step has three parts. The ranks of a node write their slots to memory that they share. The first
+of them exchanges the slots of all with the first ranks of the other nodes, and then says so to its
+node, and whether all ranks show the same. If the ranks of a node cannot share memory, each counts
+as a node.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
@@ -16,7 +17,8 @@ from mpi4py import MPI
 from arraycomm._transports.control import ControlChannel, message_slot
 from arraycomm._transports.mpi.failures import translated
 from arraycomm._transports.mpi.memory import finish, shared_memory
-from arraycomm._transports.mpi.nodes import NodeExchange, Pair, Rounds, native_steps
+from arraycomm._transports.mpi.movement import KEPT_ALIVE
+from arraycomm._transports.mpi.nodes import NodeExchange, native_steps
 from arraycomm._transports.mpi.notes import MpiNotes
 from arraycomm._transports.mpi.pieces import Pieces
 from arraycomm._transports.notes import fence
@@ -37,9 +39,6 @@ class MpiControl(ControlChannel):
         How messages between nodes are cut.
     """
 
-    # Keeps channels alive: MPI may still write the rows of a step that this rank has given up.
-    not_closed: ClassVar[set[MpiControl]] = set()
-
     def __init__(
         self, comm: MPI.Intracomm, between: MPI.Intracomm, nodes: Sequence[int], pieces: Pieces
     ) -> None:
@@ -49,8 +48,8 @@ class MpiControl(ControlChannel):
         slots = memory[: 2 * size * slot].reshape(2, size, slot)
         super().__init__(rank, size, [*slots], [*slots[:, rank]])
         words = memory[2 * size * slot :].data.cast("q")
-        # For each parity, how many bytes of its payload a rank of this node shows; the last step that is complete
-        # on this node; and for each parity whether all ranks show the same.
+        # For each parity, how many bytes of its payload a rank of this node shows; the last step
+        # that is complete on this node; and for each parity whether all ranks show the same.
         self._lengths = [words[:size], words[size : 2 * size]]
         self._complete, self._alike = words[2 * size :][:1], words[2 * size + 1 :]
         own = next(number for number, ranks in enumerate(members) if rank in ranks)
@@ -58,15 +57,14 @@ class MpiControl(ControlChannel):
         self._stamps = [peer * self.stride for peer in self._neighbours]
         self._leads = rank == members[own][0]
         self._exchange: NodeExchange | None = None
-        if self._leads and size == 2 and len(members) == 2:
-            self._exchange = Pair(between, self.rows, self._lengths, pieces)
-        elif self._leads and len(members) > 1:
-            self._exchange = Rounds(between, members, own, self.rows, self._lengths, pieces)
+        if self._leads and len(members) > 1:
+            shown = self.rows, self._lengths
+            self._exchange = NodeExchange(between, members, own, *shown, pieces)
         if len(members) > 1 and type(self) is MpiControl:
             self.slots = memory[: 2 * size * slot]
             self.native = native_steps(self._exchange, memory, rank, members, slot)
-        self._pending = self._started = self._received = False
-        self.not_closed.add(self)
+        self._pending = self._started = self._received = self._natively = False
+        KEPT_ALIVE.add(self)
         self.notes: MpiNotes = MpiNotes(comm, lambda: self.step)
 
     def post(self, nbytes: int | None = None) -> None:
@@ -76,21 +74,14 @@ class MpiControl(ControlChannel):
         if self._stamps:
             fence()
         self.my_words[parity][0] = step
-        self._pending, self._started, self._received = True, False, False
+        self._pending = True
+        self._started = self._received = self._natively = False
         if not self._stamps:
             self._start()
 
-    def resume(self) -> None:
-        reached, begun, differs, error = self.native.state()
-        if error:
-            raise translated(MPI.Exception(error))
-        self._pending, self._started, self._received = True, reached >= 0, False
-        parity = self.step & 1
-        if self._exchange is not None and self._started:
-            self._exchange.resume(parity, reached, begun, differs=differs)
-        elif self._exchange is not None:
-            # The next step like this one goes by them.
-            self._exchange.prepare(self._lengths[parity][self.rank], parity)
+    def go_on(self) -> None:
+        self._pending, self._natively = True, self._leads
+        self._started = self._received = False
 
     def done(self) -> bool:
         if self._pending:
@@ -107,7 +98,12 @@ class MpiControl(ControlChannel):
         return True
 
     def _lead(self) -> bool:
-        """Take the step further; tell whether it is complete, and nothing of it is to be sent any more."""
+        """Take the step further, and return whether it is complete and all of it is sent."""
+        if self._natively:
+            over = self.native.advance()
+            if over is not None:
+                return bool(over)
+            self._take_over()
         if not self._started:
             if self._missing_here():
                 return False
@@ -127,6 +123,21 @@ class MpiControl(ControlChannel):
             return exchange is None or exchange.sent()
         except MPI.Exception as error:
             raise translated(error) from error
+
+    def _take_over(self) -> None:
+        """Make the rest of a step that the native part leaves to Python."""
+        self._natively = False
+        reached, error = self.native.state()
+        if error:
+            raise translated(MPI.Exception(error))
+        exchange, parity = self._exchange, self.step & 1
+        assert exchange is not None
+        if reached < 0:
+            # The next step like this one goes by these messages.
+            exchange.prepare(self._lengths[parity][self.rank], parity)
+        else:
+            self._started = True
+            exchange.take_over(parity, reached)
 
     def _start(self) -> None:
         self._started = True
@@ -151,7 +162,7 @@ class MpiControl(ControlChannel):
     def close(self) -> None:
         if self._exchange is not None:
             self._exchange.free()
-        self.not_closed.discard(self)
+        KEPT_ALIVE.discard(self)
         self.native = None
         self.rows, self.words, self.mine, self.my_words = [], [], [], []
 

@@ -1,7 +1,7 @@
-"""Movements between nodes as messages of their own, all ranks to each other; several may be under way.
+"""Movements between nodes, all ranks to each other, as messages; several may be under way.
 
-A block that all ranks get goes once to each other node, whose ranks take turns in receiving for the rest: the
-one that gets it passes it on there. Long messages go in pieces; see `pieces.py`.
+A block that all ranks get goes once to each other node, whose ranks take turns in receiving for the
+rest: the one that gets it passes it on there. Long messages go in pieces; see `pieces.py`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from arraycomm._transports.mpi.movement import Messages, Requests
 from arraycomm._transports.mpi.pieces import Lane, MessageLane, Pieces
 from arraycomm._transports.mpi.routes import Places
 
-# The control channel has the tag 0. What two ranks send one another begins in the order of the movements. Messages that
-# are passed on have tags of their own, one for each of the movements that may overlap, since others may begin meanwhile.
+# The control channel has the tag 0. What two ranks send one another begins in the order of the
+# movements. Messages that are passed on have tags of their own, one for each of the movements that
+# may overlap, since others may begin meanwhile.
 _TAG: Final = 1
 _PASSED_ON: Final = 2
 _OVERLAPPING: Final = 256
@@ -51,7 +52,8 @@ class DirectMessages:
             rank: sorted(r for ranks in others for r in ranks if own[place[r] % len(own)] == rank)
             for rank in own
         }
-        # With whom on other nodes this rank exchanges such blocks: whether it gets one, and sends its own.
+        # With whom on other nodes this rank exchanges such blocks: whether it gets one, and sends
+        # its own.
         taken = self._taken[comm.rank]
         self._apart = [
             (rank, rank in taken, rank in delegates) for rank in sorted({*taken, *delegates})
@@ -98,7 +100,7 @@ class DirectMessages:
     def _exchange(
         self, requests: Requests, lanes: list[Lane], peer: int, into: Bytes, block: Bytes
     ) -> None:
-        """Begin the messages with another rank, whole or in pieces, after those of the movements before."""
+        """Begin the messages with a rank, whole or in pieces, after those of earlier movements."""
         near, before = peer in self._neighbours, self._lanes.get(peer)
         count = 1 if near else self._pieces.count_both(len(into), len(block))
         if before is not None and before.begun:

@@ -1,4 +1,4 @@
-"""What fails in MPI: its errors as ours, the ranks that have died, and the communicator of those that live (ULFM)."""
+"""What fails in MPI: its errors as ours, dead ranks, and the communicator of the others (ULFM)."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def failed_ranks(comm: MPI.Intracomm) -> list[int]:
 
 
 def shrunk(comm: MPI.Intracomm, between: MPI.Intracomm | None) -> MPI.Intracomm:
-    """Return a communicator of the ranks that live, after which neither of these can be used any more."""
+    """Return a communicator of the ranks that live; neither of these can be used afterwards."""
     for revoked in filter(None, (comm, between)):
         with suppress(MPI.Exception):
             revoked.Revoke()

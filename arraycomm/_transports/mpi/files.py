@@ -1,4 +1,4 @@
-"""The files that MPI keeps in shared memory while it runs: whether there is room, and their removal."""
+"""The files that MPI keeps in shared memory while it runs: room for them, and their removal."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _MPI_FILES: Final = ("/dev/shm/mpich_shm_", "/dev/shm/sm_segment.", "/dev/shm/va
 def check_room(environment: Mapping[str, str]) -> None:
     """Raise if an MPI of the MPICH family would find too little shared memory, and crash.
 
-    It maps its files before it knows whether there is memory for them. What is free is not asked: other
-    ranks of the node may have begun.
+    It maps its files before it knows whether there is memory for them. What is free is not asked:
+    other ranks of the node may have begun.
     """
     ranks = environment.get("MPI_LOCALNRANKS", "")
     if not ranks.isdigit():
@@ -27,8 +27,9 @@ def check_room(environment: Mapping[str, str]) -> None:
     if not os.path.isdir(_SHARED):
         if int(ranks) > 1:
             raise BackendUnavailableError(
-                f"init: MPI needs shared memory for {ranks} ranks on one node, but there is no {_SHARED}; make it, "
-                f"for example with: mkdir {_SHARED} && mount -t tmpfs tmpfs {_SHARED}"
+                f"init: MPI needs shared memory for {ranks} ranks on one node, but there is no "
+                f"{_SHARED}; make it, for example with: mkdir {_SHARED} && mount -t tmpfs tmpfs "
+                f"{_SHARED}"
             )
         return
     # Measured with 2 to 8 ranks. Docker's own limit, 64 MiB, is never too little.
@@ -37,9 +38,9 @@ def check_room(environment: Mapping[str, str]) -> None:
     size = found.f_blocks * found.f_frsize
     if 0 < size < needed * _MIB:
         raise BackendUnavailableError(
-            f"init: MPI needs {needed} MiB of shared memory for {ranks} ranks on one node, but {_SHARED} "
-            f"has {size / _MIB:.3g} MiB; make it larger, for example with: docker run --shm-size=1g, or "
-            f"mount -o remount,size=1g {_SHARED}"
+            f"init: MPI needs {needed} MiB of shared memory for {ranks} ranks on one node, but "
+            f"{_SHARED} has {size / _MIB:.3g} MiB; make it larger, for example with: docker run "
+            f"--shm-size=1g, or mount -o remount,size=1g {_SHARED}"
         )
 
 

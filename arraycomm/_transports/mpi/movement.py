@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, Final
 
 from mpi4py import MPI
 
@@ -12,18 +12,17 @@ from arraycomm._transports.mpi.failures import translated
 from arraycomm._transports.mpi.pieces import Lane
 
 Requests = list[MPI.Request]
+# What has memory that MPI reads or writes until it has finished, even if the caller has given it
+# up: a message that comes too late must not be written into memory that has been used again.
+KEPT_ALIVE: Final[set[Any]] = set()
 
 
 class Movement:
     """A nonblocking MPI operation, and its arguments, of which it keeps the buffers alive."""
 
-    # MPI accesses the buffers until an operation is finished, even if the caller has given it up: a
-    # message that comes too late must not be written into memory that has been used again.
-    under_way: ClassVar[set[Movement]] = set()
-
     def __init__(self, request: MPI.Request, arguments: tuple[Any, ...]) -> None:
         self._request, self._arguments = request, arguments
-        self.under_way.add(self)
+        KEPT_ALIVE.add(self)
 
     def done(self) -> bool:
         try:
@@ -31,7 +30,7 @@ class Movement:
         except MPI.Exception as error:
             raise translated(error) from error
         if finished:
-            self.under_way.discard(self)
+            KEPT_ALIVE.discard(self)
         return finished
 
 
@@ -41,9 +40,6 @@ class Messages:
     `then` begins the messages that need what the first ones bring.
     """
 
-    # MPI accesses the buffers until a message is finished, even if the caller has given it up.
-    under_way: ClassVar[set[Messages]] = set()
-
     def __init__(
         self,
         requests: Requests,
@@ -52,7 +48,7 @@ class Messages:
         then: Callable[[], Requests] | None = None,
     ) -> None:
         self._requests, self._lanes, self._buffers, self._then = requests, lanes, buffers, then
-        self.under_way.add(self)
+        KEPT_ALIVE.add(self)
 
     def done(self) -> bool:
         try:
@@ -65,7 +61,7 @@ class Messages:
                 if self._lanes:
                     return False
                 if self._then is None:
-                    self.under_way.discard(self)
+                    KEPT_ALIVE.discard(self)
                     return True
                 then, self._then = self._then, None
                 self._requests = then()

@@ -1,27 +1,25 @@
-"""What the nodes of a group tell one another in a step of the control channel: all slots, as far as they are used.
+"""What nodes tell one another in a step of the control channel: all slots, as far as used.
 
-One rank of each node sends and receives. Two ranks alone on their nodes send one another their slots as they
-lie in memory, with the number of payload bytes in place of the stamp. Otherwise the slots of a node travel as records,
-and in ⌈log₂ nodes⌉ rounds: in round k each node passes on what it knows to the node 2^k before it (Bruck et al. 1997).
+One rank of each node sends and receives. The slots of a node travel as records, and in ⌈log₂ nodes⌉
+rounds: in round k each node passes on what it knows to the node 2^k before it (Bruck et al. 1997).
 
-A record is the number of payload bytes, the words in front of the payload, and the payload, in whole words. Ranks
-that show the same words, and as many bytes, have a common record: the words once, and everyone's payload. It begins
-with the complement of the number. So a header costs the same on any number of ranks that agree, and whoever finds
-two records that differ passes on a record for each rank.
+A record is the number of payload bytes, the words in front of the payload, and the payload, in
+whole words. Ranks that show the same words, and as many bytes, have a common record: the words
+once, and everyone's payload. It begins with the complement of the number. So a header costs the
+same on any number of ranks that agree, and whoever finds two records that differ passes on a record
+for each rank.
 
-Long slots and common records go in pieces (`pieces.py`). The first one says how many follow: only then does a node
-begin to receive these.
-If payloads are large, the first piece of a common record is what is in front of them, and they go from slot to slot;
-short ones go by way of a record.
+Long common records go in pieces (`pieces.py`). The first one says how many follow: only
+then does a node begin to receive these. If payloads are large, the first piece of a common record
+is what is in front of them, and they go from slot to slot; short ones go by way of a record.
 
-Slots, and common records of reductions that repeat, go by persistent messages, prepared once for each number of
-bytes: they take memory of MPI's. The native part takes whole steps by them (`_native/nodes.c`), and leaves those to
-this module that it cannot finish.
+Common records of reductions that repeat go by persistent messages, prepared once for each number
+of bytes: they take memory of MPI's. The native part takes whole steps by them (`_native/nodes.c`),
+and leaves those to this module that it cannot finish.
 """
 
 from __future__ import annotations
 
-import abc
 import ctypes
 from collections.abc import Callable, Sequence
 from typing import Any, Final
@@ -31,15 +29,7 @@ from mpi4py import MPI
 
 from arraycomm._native import compiled
 from arraycomm._transports.control import PAYLOAD
-from arraycomm._transports.mpi.pieces import (
-    AHEAD,
-    PersistentLane,
-    Pieces,
-    Prepared,
-    addresses_of,
-    free,
-    prepared,
-)
+from arraycomm._transports.mpi.pieces import AHEAD, Pieces, Prepared, addresses_of, free, prepared
 
 _TAG: Final = 0
 _WORD: Final = 8
@@ -48,7 +38,8 @@ _WORDS: Final = PAYLOAD // _WORD
 _KEPT: Final = 64
 # Records lie in the same place in all steps.
 _ANY: Final = -1
-# The least bytes of payloads that go from slot to slot: it takes an empty message, and saves two copies.
+# The least bytes of payloads that go from slot to slot: it takes an empty message, and saves two
+# copies.
 _LARGE: Final = 32 << 10
 # The most bytes of a status that the native part has room for.
 _STATUS: Final = 128
@@ -59,68 +50,133 @@ Parts = Sequence[Bytes]
 Lengths = Sequence[memoryview]
 
 
-class NodeExchange(abc.ABC):
+class NodeExchange:
     """The messages of one step; each step is finished before the next one begins.
 
     Parameters
     ----------
     comm : MPI.Intracomm
         All ranks, for these messages alone.
+    nodes : sequence of sequences of int
+        The ranks of each node; the first of them calls this.
+    own : int
+        This rank's node.
     rows, lengths
         For each parity, all slots, and how many payload bytes each rank of this node shows.
     pieces : Pieces
         How long messages are cut.
+
+    Attributes
+    ----------
+    alike : bool
+        Whether all ranks show the words of this one in front of their payload, once all has been
+        received. Then no more than the payload is put into the slots of other nodes.
+    box : Bytes
+        Where common records are built.
+    received_ranks : list of int
+        The number of ranks whose slots come in each round.
     """
 
-    # Whether all ranks show the words of this one in front of their payload, once all has been received. Then no more
-    # than the payload is put into the slots of other nodes.
-    alike = False
-    # Where common records are built.
-    box: Bytes | None = None
-    # The number of ranks whose slots come in each round.
-    received_ranks: Sequence[int] = (1,)
-
-    def __init__(self, comm: MPI.Intracomm, rows: Rows, lengths: Lengths, pieces: Pieces) -> None:
+    def __init__(
+        self,
+        comm: MPI.Intracomm,
+        nodes: Sequence[Sequence[int]],
+        own: int,
+        rows: Rows,
+        lengths: Lengths,
+        pieces: Pieces,
+    ) -> None:
         self._comm, self._rows, self._lengths, self._cut = comm, rows, lengths, pieces.of
         # What the native part knows of these messages.
         self.native: Any = None
         self._kept: dict[tuple[int, int], list[Prepared]] = {}
-        # The first piece that is to come in a round, the others each way, and what else is on its way out.
+        # The first piece that is to come in a round, the others, and what is on its way out.
         self._first: MPI.Request | None = None
         self._rest: list[Callable[[], bool]] = []
         self._sending: list[MPI.Request] = []
+        self.alike = False
+        self._members = nodes[own]
+        count = len(nodes)
+        # From this node on, in the order in which their records arrive.
+        turned = _in_turn(nodes, own)
+        self._turned = [rank for node in turned for rank in node]
+        self._others = _selection(self._turned[len(self._members) :])
+        self._here = _selection(self._members)
+        # For each parity, what each rank of this node shows in front of its payload.
+        self._shown = [
+            [row[rank, _WORD:PAYLOAD].data.cast("q") for rank in self._members] for row in rows
+        ]
+        ranks = [len(node) for node in turned]
+        # For each round: to whom, from whom, and the records of how many ranks are sent and
+        # received.
+        self._plan = [
+            (
+                nodes[(own - shift) % count][0],
+                nodes[(own + shift) % count][0],
+                sum(ranks[: count - shift][:shift]),
+                sum(ranks[shift:][:shift]),
+            )
+            for shift in (1 << k for k in range((count - 1).bit_length()))
+        ]
+        self.received_ranks = [received for *_, received in self._plan]
+        # Each has room for all records, and a message behind them. A step begins in the first one.
+        self._boxes = [np.empty(2 * rows[0].size, np.uint8) for _ in range(2)]
+        self.box = self._boxes[0]
+        self._use_box(0)
+        # The length of the message that is coming; that of a payload in whole words, and whether it
+        # goes from slot to slot.
+        self._coming = self._each = 0
+        self._large = False
 
-    @abc.abstractmethod
     def start(self, parity: int) -> None:
         """Begin to send the slots of this node, which are complete."""
+        self._parity, self._round = parity, 0
+        self._sending, self._rest = [], []
+        self._use_box(0)
+        self._end = 0
+        self.alike = self._have_common(parity)
+        (self._pack_common if self.alike else self._pack)(parity)
+        self._known = len(self._members)
+        self._begin_round()
 
-    @abc.abstractmethod
     def received(self) -> bool:
         """Return whether the slots of all other nodes are in place; makes progress."""
+        while self._round < len(self._plan):
+            if self._first is not None:
+                status = MPI.Status()
+                if not self._first.Test(status):
+                    return False
+                self._first_came(status.Get_count(MPI.BYTE))
+            if not self._rest_came():
+                return False
+            self._end_round()
+        return True
 
     def sent(self) -> bool:
         """Return whether nothing of this node's is still to be sent, once all has been received."""
-        # MPICH 5 leaves persistent requests active if null ones are among more than 64 that it tests at once.
+        # MPICH 5 leaves persistent requests active if null ones are among more than 64 that it
+        # tests at once.
         return MPI.Request.Testall([send for send in self._sending if send])
 
-    @abc.abstractmethod
-    def resume(self, parity: int, reached: int, begun: int, *, differs: bool) -> None:
-        """Go on with a step that the native part has begun, in the round that it reached.
+    def take_over(self, parity: int, reached: int) -> None:
+        """Go on with a step of the native part in the round in which others show something else.
 
-        It has begun to receive so many pieces of that round. The first one has come if it `differs` from what this node
-        shows, or if more have been begun. It has begun to send `AHEAD` pieces, and one more for each that has come.
+        The first piece of that round has come, and the sends of `AHEAD + 1` pieces have begun.
         """
-
-    def _place(self, nbytes: int, parity: int) -> int:
-        """Return the parity of the steps whose messages lie in the same place, or `_ANY`."""
-        return parity
-
-    @abc.abstractmethod
-    def _make(self, nbytes: int, parity: int) -> list[Prepared]:
-        """Return new messages, a lane for each round."""
+        self._parity, self._round, self.alike = parity, reached, True
+        self._use_box(0)
+        nbytes = self._lengths[parity][self._members[0]]
+        self._each, self._large = _whole(nbytes), nbytes >= _LARGE
+        self._known = len(self._members) + sum(self.received_ranks[:reached])
+        self._end = self._end_of(self._known)
+        lanes = self.prepare(nbytes, parity)
+        self._sending = [sent for lane in lanes[:reached] for _, sent in lane]
+        self._rest = []
+        self._begin(lanes[reached], AHEAD + 1)
+        self._first_came(None)
 
     def prepare(self, nbytes: int, parity: int) -> list[Prepared]:
-        """Return the messages for a payload of so many bytes; no step is under way if they are new."""
+        """Return the messages for a payload of `nbytes`; no step is under way if they are new."""
         key = nbytes, self._place(nbytes, parity)
         lanes = self._kept.get(key)
         if lanes is None:
@@ -168,149 +224,6 @@ class NodeExchange(abc.ABC):
             self._rest.pop()
         return True
 
-
-class Pair(NodeExchange):
-    """Two ranks, each alone on its node: a message each way, prepared once for each length."""
-
-    def start(self, parity: int) -> None:
-        nbytes = self._lengths[parity][self._comm.rank]
-        own, _ = self._slots(parity)
-        own[:_WORD].view(np.int64)[0] = nbytes
-        (lane,) = self.prepare(nbytes, parity)
-        self._parity, self._rest, self._sending = parity, [], []
-        self._begin(lane)
-
-    def received(self) -> bool:
-        if self._first is not None:
-            if not self._first.Test():
-                return False
-            self._first_came()
-        return self._rest_came()
-
-    def resume(self, parity: int, reached: int, begun: int, *, differs: bool) -> None:
-        (lane,) = self.prepare(self._lengths[parity][self._comm.rank], parity)
-        self._parity, self._first, self._rest, self._sending = parity, None, [], []
-        if begun > 1:
-            self._rest = [PersistentLane(lane, begun).done]
-            return
-        self._begin(lane, AHEAD + differs)
-        if differs:
-            self._first_came()
-
-    def _slots(self, parity: int) -> tuple[Bytes, Bytes]:
-        """Return this rank's slot, and the other one's."""
-        rank, rows = self._comm.rank, self._rows[parity]
-        return rows[rank], rows[1 - rank]
-
-    def _first_came(self) -> None:
-        self._first = None
-        _, come = self._slots(self._parity)
-        length = PAYLOAD + int(come[:_WORD].view(np.int64)[0])
-        self._receive_rest(self._cut(come[:length])[1:], 1 - self._comm.rank)
-
-    def _make(self, nbytes: int, parity: int) -> list[Prepared]:
-        peer, end, (own, come) = 1 - self._comm.rank, PAYLOAD + nbytes, self._slots(parity)
-        receives = self._receives(come, self._cut(come[:end])[1:], peer)
-        return [prepared(receives, self._sends(self._cut(own[:end]), peer))]
-
-
-class Rounds(NodeExchange):
-    """Any number of nodes with any number of ranks: records, in rounds.
-
-    Parameters
-    ----------
-    nodes : sequence of sequences of int
-        The ranks of each node; the first of them calls this.
-    own : int
-        This rank's node.
-    comm, rows, lengths, pieces
-        See `NodeExchange`.
-    """
-
-    def __init__(
-        self,
-        comm: MPI.Intracomm,
-        nodes: Sequence[Sequence[int]],
-        own: int,
-        rows: Rows,
-        lengths: Lengths,
-        pieces: Pieces,
-    ) -> None:
-        super().__init__(comm, rows, lengths, pieces)
-        self._members = nodes[own]
-        count = len(nodes)
-        # From this node on, in the order in which their records arrive.
-        turned = _in_turn(nodes, own)
-        self._turned = [rank for node in turned for rank in node]
-        self._others = _selection(self._turned[len(self._members) :])
-        self._here = _selection(self._members)
-        # For each parity, what each rank of this node shows in front of its payload.
-        self._shown = [
-            [row[rank, _WORD:PAYLOAD].data.cast("q") for rank in self._members] for row in rows
-        ]
-        ranks = [len(node) for node in turned]
-        # For each round: to whom, from whom, and the records of how many ranks are sent and received.
-        self._plan = [
-            (
-                nodes[(own - shift) % count][0],
-                nodes[(own + shift) % count][0],
-                sum(ranks[: count - shift][:shift]),
-                sum(ranks[shift:][:shift]),
-            )
-            for shift in (1 << k for k in range((count - 1).bit_length()))
-        ]
-        self.received_ranks = [received for *_, received in self._plan]
-        # Each has room for all records, and a message behind them. A step begins in the first one.
-        self._boxes = [np.empty(2 * rows[0].size, np.uint8) for _ in range(2)]
-        self.box = self._boxes[0]
-        self._use_box(0)
-        # The length of the message that is coming; that of a payload in whole words, and whether it goes from slot to slot.
-        self._coming = self._each = 0
-        self._large = False
-
-    def start(self, parity: int) -> None:
-        self._parity, self._round = parity, 0
-        self._sending, self._rest = [], []
-        self._use_box(0)
-        self._end = 0
-        self.alike = self._have_common(parity)
-        (self._pack_common if self.alike else self._pack)(parity)
-        self._known = len(self._members)
-        self._begin_round()
-
-    def received(self) -> bool:
-        while self._round < len(self._plan):
-            if self._first is not None:
-                status = MPI.Status()
-                if not self._first.Test(status):
-                    return False
-                self._first_came(status.Get_count(MPI.BYTE))
-            if not self._rest_came():
-                return False
-            self._end_round()
-        return True
-
-    def resume(self, parity: int, reached: int, begun: int, *, differs: bool) -> None:
-        self._parity, self._round, self.alike = parity, reached, True
-        self._use_box(0)
-        nbytes = self._lengths[parity][self._members[0]]
-        self._each, self._large = _whole(nbytes), nbytes >= _LARGE
-        self._known = len(self._members) + sum(self.received_ranks[:reached])
-        self._end = self._end_of(self._known)
-        lanes = self.prepare(nbytes, parity)
-        self._sending = [sent for lane in lanes[:reached] for _, sent in lane]
-        self._first, self._rest = None, []
-        if reached == len(self._plan):
-            return
-        lane = lanes[reached]
-        if begun > 1:
-            self._coming = PAYLOAD + self._plan[reached][3] * self._boxed
-            self._rest = [PersistentLane(lane, begun).done]
-            return
-        self._begin(lane, AHEAD + differs)
-        if differs:
-            self._first_came(None)
-
     def _use_box(self, number: int) -> None:
         self._box = self._boxes[number]
         self._words = self._box.data.cast("q")
@@ -321,9 +234,11 @@ class Rounds(NodeExchange):
         return 0 if self._large else self._each
 
     def _place(self, nbytes: int, parity: int) -> int:
+        """Return the parity of the steps whose messages lie in the same place, or `_ANY`."""
         return parity if nbytes >= _LARGE else _ANY
 
     def _make(self, nbytes: int, parity: int) -> list[Prepared]:
+        """Return new messages, a lane for each round."""
         lanes, known, each = [], len(self._members), _whole(nbytes)
         box, boxed = self._boxes[0], 0 if nbytes >= _LARGE else each
         for to, origin, sent, received in self._plan:
@@ -358,7 +273,7 @@ class Rounds(NodeExchange):
         self._sending += [self._comm.Isend([piece, MPI.BYTE], to, _TAG) for piece in pieces]
 
     def _first_came(self, length: int | None) -> None:
-        """Go on with a message of which so many bytes have come; None if that is still to be found."""
+        """Go on with a message whose first piece has come; its `length` may be unknown."""
         _, origin, _, received = self._plan[self._round]
         self._first = None
         words, first = self._words, self._end // _WORD
@@ -484,7 +399,7 @@ class Rounds(NodeExchange):
         return count * stride if stride else self._skip(0, count)
 
     def _length(self, count: int) -> int:
-        """Return the length of the message with the records of so many ranks that has come, or whose first piece has."""
+        """Return the length of the message that comes, with the records of `count` ranks."""
         nbytes = self._words[self._end // _WORD]
         if nbytes < 0:
             return PAYLOAD + count * _whole(~nbytes)
@@ -532,7 +447,8 @@ def native_steps(
 ) -> Any:
     """Return what takes whole steps in the native part; None if that is not possible.
 
-    `exchange` is None for all but the first rank of a node. `memory` is that of the node, with slots of `slot` bytes.
+    `exchange` is None for all but the first rank of a node. `memory` is that of the node, with
+    slots of `slot` bytes.
     """
     # Whoever calls MPI there holds no lock of Python's.
     possible = compiled is not None and MPI.Query_thread() == MPI.THREAD_MULTIPLE
@@ -560,7 +476,7 @@ def native_steps(
 
 
 def _selection(ranks: Sequence[int]) -> slice | np.ndarray[Any, Any]:
-    """Return what selects the rows of these ranks: if they are consecutive a slice, which takes less time."""
+    """Return what selects the rows of these ranks: a slice, which is faster, if it can be one."""
     first, count = ranks[0], len(ranks)
     consecutive = list(ranks) == list(range(first, first + count))
     return slice(first, first + count) if consecutive else np.array(ranks, np.intp)

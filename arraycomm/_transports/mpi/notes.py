@@ -1,4 +1,4 @@
-"""The notes between nodes: short messages that a rank has left, and requests for the wait status of others.
+"""The notes between nodes: that a rank has left, and requests for the wait status of others.
 
 Ranks look for such messages while they wait.
 """

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from mpi4py import MPI
 
 from arraycomm._transports.base import Bytes
 from arraycomm._transports.mpi.failures import translated
+from arraycomm._transports.mpi.movement import KEPT_ALIVE
 
 
 class _Persistent:
@@ -27,9 +26,6 @@ class _Persistent:
 
 class MpiPair:
     """See `Pair`; neither rank is this one."""
-
-    # MPI may still write to the memory of messages that were given up.
-    _given_up: ClassVar[list[MpiPair]] = []
 
     def __init__(
         self, comm: MPI.Intracomm, send: Bytes, dest: int, recv: Bytes, source: int, tag: int
@@ -56,4 +52,4 @@ class MpiPair:
             for request in self._requests:
                 request.Free()
         else:
-            self._given_up.append(self)
+            KEPT_ALIVE.add(self)

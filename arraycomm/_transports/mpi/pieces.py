@@ -1,12 +1,14 @@
 """Long messages between two ranks on different nodes, in pieces of which only few are under way.
 
-TCP sends up to 64 KiB as one packet. Of what is longer, pacing holds the rest back, and what two ranks send one another
-no longer fits into the caches: in such pieces, 64 MB each way between two network namespaces took 0.6 of the time.
+TCP sends up to 64 KiB as one packet. Of what is longer, pacing holds the rest back, and what two
+ranks send one another no longer fits into the caches: in such pieces, 64 MB each way between two
+network namespaces took 0.6 of the time.
 
-Each rank begins a piece once the other one's piece of that place before the last `AHEAD` has come. So nobody sends
-more than is being received, and slices that go one way only are not cut.
+Each rank begins a piece once the other one's piece of that place before the last `AHEAD` has come.
+So nobody sends more than is being received, and slices that go one way only are not cut.
 
-A network card that reads and writes memory by itself takes messages whole: for each piece the processor would have to act.
+A network card that reads and writes memory by itself takes messages whole: for each piece the
+processor would have to act.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ PIECE: Final = 64_000
 _WHOLE: Final = 1 << 62
 _LINE: Final = 64
 AHEAD: Final = 4
-# Where Linux lists cards that access memory by themselves: those of InfiniBand, RoCE, EFA and Omni-Path, and of Slingshot.
+# Where Linux lists cards that access memory by themselves: those of InfiniBand, RoCE, EFA and
+# Omni-Path, and of Slingshot.
 _CARDS: Final = Path("/sys/class/infiniband"), Path("/sys/class/cxi")
 
 # A receive and a send; a null request stands for none.
@@ -80,7 +83,8 @@ def cut(memory: Bytes, count: int) -> list[Bytes]:
 class Lane(abc.ABC):
     """The pieces between this rank and another one, as many each way.
 
-    If it has the messages of a lane `before` for its own, it begins when that one has begun all of its pieces.
+    If it has the messages of a lane `before` for its own, it begins when that one has begun all of
+    its pieces.
     """
 
     def __init__(self, count: int, before: Lane | None = None) -> None:
@@ -152,24 +156,6 @@ class MessageLane(Lane):
         if len(out):
             sent = self._comm.Isend([out, MPI.BYTE], *self._to)
         return received, sent
-
-
-class PersistentLane(Lane):
-    """Pieces whose requests are made once, and of which so many have been begun."""
-
-    def __init__(self, pieces: Prepared, begun: int = 0) -> None:
-        super().__init__(len(pieces))
-        self._pieces, self._begun = pieces, begun
-        # One that is over is so at every look, until it is begun again.
-        self._receives.extend(received for received, _ in pieces[:begun])
-        self._sends.extend(sent for _, sent in pieces[:begun])
-
-    def start(self, number: int) -> Requests:
-        requests = self._pieces[number]
-        for request in requests:
-            if request:
-                request.Start()
-        return requests
 
 
 def prepared(received: Sequence[MPI.Prequest], sent: Sequence[MPI.Prequest]) -> Prepared:

@@ -1,4 +1,4 @@
-"""Broadcasts between nodes: each rank passes on the parts that come to it, by the routes of `routes.py`.
+"""Broadcasts between nodes: each rank passes on what it gets, by the routes of `routes.py`.
 
 Between nodes a part goes in pieces; see `pieces.py`.
 """
@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Sequence
-from typing import ClassVar, Final
+from typing import Final
 
 from mpi4py import MPI
 
 from arraycomm._transports.base import Bytes
 from arraycomm._transports.mpi.failures import translated
+from arraycomm._transports.mpi.movement import KEPT_ALIVE
 from arraycomm._transports.mpi.pieces import AHEAD, Pieces
 from arraycomm._transports.mpi.routes import Places, Route, parts_of, route
 
@@ -67,9 +68,6 @@ class Relay:
         A tag that no other movement under way has.
     """
 
-    # MPI accesses the buffers until a message is finished, even if the caller has given it up.
-    under_way: ClassVar[set[Relay]] = set()
-
     def __init__(
         self,
         comm: MPI.Intracomm,
@@ -88,7 +86,7 @@ class Relay:
         self._sends: deque[MPI.Request] = deque()
         # How many parts are here.
         self._here = 0
-        self.under_way.add(self)
+        KEPT_ALIVE.add(self)
         try:
             if by.origin is None:
                 for part in parts:
@@ -122,7 +120,7 @@ class Relay:
                 return False
         except MPI.Exception as error:
             raise translated(error) from error
-        self.under_way.discard(self)
+        KEPT_ALIVE.discard(self)
         return True
 
     def _pass_on(self, part: Bytes) -> None:

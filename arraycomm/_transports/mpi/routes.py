@@ -1,8 +1,9 @@
-"""The routes of broadcasts between nodes: each node gets one copy, in parts that go on while the next ones come.
+"""The routes of broadcasts between nodes: each node gets one copy, in parts passed on early.
 
-One rank of each node gets a part from another node, and sends it to further nodes and to ranks of its own. The nodes,
-and the ranks of each, are a chain if there are enough parts to fill it, and otherwise a binary tree. In a chain each
-sends every part once, but the last one waits for as many parts as there are others before it.
+One rank of each node gets a part from another node, and sends it to further nodes and to ranks of
+its own. The nodes, and the ranks of each, are a chain if there are enough parts to fill it, and
+otherwise a binary tree. In a chain each sends every part once, but the last one waits for as many
+parts as there are others before it.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from typing import Final, NamedTuple, TypeVar
 
 from arraycomm._transports.base import Flat
 
-# A part has at least so many bytes. There are at most so many for each level of a binary tree of the nodes: with
-# twice as many on four nodes, whose ranks shared two cores, the whole took half as long again.
+# A part has at least so many bytes. There are at most so many for each level of a binary tree of
+# the nodes: with twice as many on four nodes, whose ranks shared two cores, the whole took half as
+# long again.
 _LEAST: Final = 512 << 10
 _MOST: Final = 4
 

@@ -1,7 +1,7 @@
 """Ranks as MPI processes, through mpi4py.
 
-On one node the control channel is a file that all ranks map; between nodes it sends messages. Large movements are nonblocking collectives of bytes: MPI sees no dtype, and reduces
-nothing.
+On one node the control channel is a file that all ranks map; between nodes it sends messages. Large
+movements are nonblocking collectives of bytes: MPI sees no dtype, and reduces nothing.
 """
 
 from __future__ import annotations
@@ -18,12 +18,7 @@ from arraycomm._transports.mailbox import Mailbox
 from arraycomm._transports.mpi.chain import make_chain
 from arraycomm._transports.mpi.control import MpiControl
 from arraycomm._transports.mpi.direct import DirectMessages
-from arraycomm._transports.mpi.failures import (
-    failed_ranks,
-    shrunk,
-    survives_failures,
-    translated,
-)
+from arraycomm._transports.mpi.failures import failed_ranks, shrunk, survives_failures, translated
 from arraycomm._transports.mpi.memory import finish, shared_memory
 from arraycomm._transports.mpi.movement import begin, vector
 from arraycomm._transports.mpi.pairs import MpiPair
@@ -33,7 +28,8 @@ from arraycomm._transports.mpi.routes import Places
 from arraycomm._transports.pairs import Pair
 from arraycomm._transports.shared_files import SharesFiles
 
-# Polls before a waiting rank gives up its core. More would delay the rank that it waits for, if both share the core.
+# Polls before a waiting rank gives up its core. More would delay the rank that it waits for, if
+# both share the core.
 _SPINS: Final = 8
 
 
@@ -64,7 +60,8 @@ class MessageProbe:
             come = self._comm.Iprobe(rank, tags[0] if len(tags) == 1 else MPI.ANY_TAG, status)
         except MPI.Exception as error:
             raise translated(error) from error
-        # Pieces of messages and control messages have tags of their own; who waits for them takes them.
+        # Pieces of messages and control messages have tags of their own; who waits for them takes
+        # them.
         return (status.source, status.tag) if come and status.tag in tags else None
 
     def _among_own(self, source: int | None, tags: range) -> Found:

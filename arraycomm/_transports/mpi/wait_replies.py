@@ -1,9 +1,10 @@
-"""What a rank learns of the waits of others between nodes, in O(log p) messages for each of p ranks.
+"""What a rank learns of others' waits between nodes, in O(log p) messages for each of p ranks.
 
-A rank asks a few others itself. If it is to know of many, it asks some *collectors*, which are the same for all ranks. A
-collector asks those of whom it does not know, once for all who ask it, and a moment later tells these what it knows: which
-ranks have come, and in what others wait, those at one place together. The rank then asks some of whom it has heard nothing,
-since they may have left. If no collector answers, since none waits, it asks everyone itself: then few ranks wait.
+A rank asks a few others itself. If it is to know of many, it asks some *collectors*, which are the
+same for all ranks. A collector asks those of whom it does not know, once for all who ask it, and a
+moment later tells these what it knows: which ranks have come, and in what others wait, those at one
+place together. The rank then asks some of whom it has heard nothing, since they may have left. If
+no collector answers, since none waits, it asks everyone itself: then few ranks wait.
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ from typing import Final
 ASKING, WAITING, COLLECTING, TELLING = range(1, 5)
 # So many ranks are asked without a collector.
 _FEW: Final = 8
-# Seconds in which replies come to a collector, after which it asks again, and within which it answers.
+# Seconds in which replies come to a collector, after which it asks again, and within which it
+# answers.
 _REPLIES: Final = 0.1
 _AGAIN: Final = 1.0
 _PATIENCE: Final = 0.3
-# What fits in a message: so many ranges of ranks, and characters of a status. At most so many places are told.
+# What fits in a message: so many ranges of ranks, and characters of a status. At most so many
+# places are told.
 _RANGES: Final = 150
 _STATUS: Final = 600
 _PLACES: Final = 32
@@ -88,7 +91,7 @@ class WaitReplies:
             self._collect(step)
 
     def go_on(self) -> None:
-        """Tell what has been collected, if it is time, and ask those that collectors did not tell of."""
+        """Send what has been collected, if it is time, and ask the ranks that are missing in it."""
         if self._askers and monotonic() > self._collected[1] + _REPLIES:
             askers, self._askers = self._askers, set()
             for step, text in self._told():
@@ -106,7 +109,7 @@ class WaitReplies:
             self._send(rank, kind, step, self.status)
 
     def _collect(self, step: int) -> None:
-        """Ask the ranks that are not known to have posted a step, unless that has just been done."""
+        """Ask the ranks that are not known to have posted a step, unless just asked."""
         last, when = self._collected
         if step > last or monotonic() > when + _AGAIN:
             self._collected = (step, monotonic())
@@ -114,7 +117,7 @@ class WaitReplies:
             self._say(ASKING, [rank for rank in others if self.step(rank) < step])
 
     def _told(self) -> Iterator[tuple[int, str]]:
-        """Yield steps, and the ranks that have posted them, with what they wait in if they are late."""
+        """Yield steps and the ranks that have posted them, with what late ones wait in."""
         places: dict[tuple[int, str], list[int]] = {}
         known = {**self._known, self._rank: (self._posted(), self.status)}
         for rank, (step, status) in sorted(known.items()):
@@ -138,7 +141,7 @@ class WaitReplies:
 
 
 def _shortened(status: str) -> str:
-    """Return what a rank waits in, and whether in vain: a status without the rest is understood as well."""
+    """Return what a rank waits in, and whether in vain; the rest of a status may be missing."""
     doing, _, facts = status.partition("\n")
     return f"{doing[:_STATUS]}\n{facts.partition(',')[0]}]" if doing else ""
 

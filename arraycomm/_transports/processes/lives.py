@@ -1,4 +1,4 @@
-"""Which processes of this node have died: the kernel tells of each that was looked up while it lived."""
+"""Which processes of this node have died: the kernel tells of each that was looked up alive."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Lives:
             self._poll.register(descriptor, select.POLLIN)
 
     def dead(self, *, at_once: bool = False) -> list[int]:
-        """Return the ranks whose processes ended some time ago, or at once those that have ended."""
+        """Return the ranks whose processes ended some time ago; if `at_once`, all that ended."""
         now = time.monotonic()
         if self._polling.acquire(blocking=False):
             try:

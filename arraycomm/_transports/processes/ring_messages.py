@@ -1,7 +1,7 @@
 """Messages between processes of one node: frames in a ring for each two of them.
 
-Frames of one ring keep their order. What has come goes into a mailbox, where receives find it. A long
-message is finished when its receiver says that it was taken.
+Frames of one ring keep their order. What has come goes into a mailbox, where receives find it. A
+long message is finished when its receiver says that it was taken.
 """
 
 from __future__ import annotations

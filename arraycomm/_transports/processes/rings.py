@@ -1,4 +1,4 @@
-"""Bytes on their way between processes of one node: a ring for each two of them, in memory both have mapped."""
+"""Bytes between processes of one node: a ring for each two of them, in memory both have mapped."""
 
 from __future__ import annotations
 

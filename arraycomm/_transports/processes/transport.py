@@ -132,7 +132,7 @@ class ProcessesTransport(SharesFiles, PartsTransport):
         return made
 
     def _exchanged(self, mine: bytes) -> list[bytes]:
-        """Return what every rank passes, all of the same length; waits without looking after peers."""
+        """Return what every rank passes, all of one length; wait without watching the peers."""
         rows = np.zeros((self.size, len(mine)), np.uint8)
         rows[self.rank] = np.frombuffer(mine, np.uint8)
         lengths = [len(mine)] * self.size
@@ -174,10 +174,10 @@ Get = Callable[[str], str]
 
 
 def meet(put: Put, get: Get, rank: int, size: int) -> Bytes | None:
-    """Return the memory that the ranks share, which rank 0 makes; None on all if one cannot open it.
+    """Return the memory that the ranks share, made by rank 0; None on all if one cannot open it.
 
-    `put(key, text)` and `get(key)` are those of a store that all ranks can reach; `get` waits for what
-    another rank puts.
+    `put(key, text)` and `get(key)` are those of a store that all ranks can reach; `get` waits for
+    what another rank puts.
     """
     memory = _share_file(partial(_under, put, "a"), partial(_under, get, "a"), rank, size)
     if memory is None:

@@ -90,7 +90,8 @@ def _add_files(parser: argparse.ArgumentParser) -> None:
         nargs=2,
         type=_paths,
         metavar=("BEFORE", "AFTER"),
-        help="measure nothing, but compare what --json has written; each may be several files: a.json,b.json",
+        help="measure nothing, but compare what --json has written; each may be several files: "
+        "a.json,b.json",
     )
     add(
         "--at-most",

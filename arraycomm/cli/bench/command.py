@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _compare(arguments: argparse.Namespace) -> int:
-    """Compare runs of the benchmark; return 1 if something takes too long, or nothing can be compared."""
+    """Compare runs of the benchmark; return 1 if a call is too slow, or nothing comparable."""
     comparisons = compared(*arguments.compare)
     print(as_table(comparisons))
     if all(comparison.ratio is None for comparison in comparisons):
@@ -52,7 +52,8 @@ def _compare(arguments: argparse.Namespace) -> int:
     late = [] if limit is None else slower(comparisons, limit)
     for comparison in late:
         print(
-            f"bench: {', '.join(filter(None, comparison.work))} takes {comparison.ratio:.2f} times as "
+            f"bench: {', '.join(filter(None, comparison.work))} takes {comparison.ratio:.2f} times "
+            "as "
             f"long, and may take {limit:g} times",
             file=sys.stderr,
         )

@@ -1,4 +1,4 @@
-"""`arraycomm bench --compare BEFORE AFTER`: what arraycomm's own calls take in two runs of the benchmark."""
+"""`arraycomm bench --compare BEFORE AFTER`: the times of arraycomm's own calls in two runs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Comparison(NamedTuple):
 
 
 def compared(before: Sequence[Path], after: Sequence[Path]) -> list[Comparison]:
-    """Compare two runs, each of which may be in several files: the median of the files' medians counts."""
+    """Compare two runs, each of one or more files: the median of the files' medians counts."""
     old, new = (_seconds(paths) for paths in (before, after))
     return [Comparison(work, old.get(work), new.get(work)) for work in {**old, **new}]
 

@@ -46,7 +46,8 @@ def _no_torch() -> str:
     torch: Any = import_module("torch")
     if torch.cuda.is_available():
         return ""
-    return f"this PyTorch ({torch.__version__}) has no CUDA; install one that has, or pass --frameworks cupy"
+    found = f"this PyTorch ({torch.__version__}) has no CUDA"
+    return f"{found}; install one that has, or pass --frameworks cupy"
 
 
 class DeviceField(Field):

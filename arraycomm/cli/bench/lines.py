@@ -6,13 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any, Protocol, TypeVar
 
-from arraycomm.cli.bench.contenders import (
-    REFERENCES,
-    TITLES,
-    Contender,
-    Field,
-    UnsupportedError,
-)
+from arraycomm.cli.bench.contenders import REFERENCES, TITLES, Contender, Field, UnsupportedError
 from arraycomm.cli.bench.timing import figures, measure, ratio
 
 # One line of the results, as it is stored.

@@ -99,7 +99,7 @@ def _table(title: str, lines: Sequence[Line], framework: str, scale: float) -> T
 
 
 def comparisons(mode: str, keys: Sequence[str]) -> list[tuple[str, str]]:
-    """Pair arraycomm's first contender among these keys, or in some modes each, with each reference.
+    """Pair arraycomm's first contender of these keys, in some modes each, with each reference.
 
     One with memory of its own is compared as well.
     """

@@ -15,12 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from arraycomm.cli.bench import device
-from arraycomm.cli.bench.arguments import (
-    command,
-    host_frameworks,
-    requested_trees,
-    requests,
-)
+from arraycomm.cli.bench.arguments import command, host_frameworks, requested_trees, requests
 from arraycomm.cli.bench.contenders import REFERENCES, Case, Field, keys_of, make
 from arraycomm.cli.bench.lines import Entry, Line, enter, measured
 from arraycomm.cli.bench.machine import machine, versions
@@ -43,7 +38,7 @@ def measure_all(field: Field, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _reported(lines: Iterable[Line], total: int, reports: bool) -> Iterator[Line]:
-    """Say of each line that it is measured, at once, also into a pipe: the tables come at the end."""
+    """Report each line as soon as it is measured, also into a pipe: tables come at the end."""
     begun = time.monotonic()
     for number, line in enumerate(lines, 1):
         if reports:

@@ -203,9 +203,7 @@ def _communicating(comm: ac.Communicator) -> float:
 
 # The report
 def _heading(
-    comm: ac.Communicator,
-    samples: tuple[list[data.Sample], list[data.Sample]],
-    epochs: int,
+    comm: ac.Communicator, samples: tuple[list[data.Sample], list[data.Sample]], epochs: int
 ) -> str:
     train, test = map(len, samples)
     steps = data.steps_per_epoch(train)
@@ -227,8 +225,8 @@ def _crowded(comm: ac.Communicator) -> str:
         return ""
     shared = "one core" if cores == 1 else f"{cores} cores"
     return (
-        f"\n{comm.local_size} ranks share {shared}: a rank that waits for a core keeps the others waiting in "
-        f"communication.\nWith --ranks {cores} each rank has a core of its own."
+        f"\n{comm.local_size} ranks share {shared}: a rank that waits for a core keeps the others "
+        f"waiting in communication.\nWith --ranks {cores} each rank has a core of its own."
     )
 
 

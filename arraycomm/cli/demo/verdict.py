@@ -12,9 +12,9 @@ from arraycomm.cli.demo.data import GLOBAL_BATCH, Linear
 # It is a power of two: learning rate × gradient is then exact, so that parameter − learning rate ×
 # gradient is rounded once, whether a framework computes it in two operations or as one fused
 # multiply-add. Since arraycomm gives all ranks the same bits of the reduced gradients, the
-# parameters have to be the same bits on all ranks even if their frameworks differ.
-# It is below 2 / L, where L ≤ max(‖image‖² + 1) / 2 ≈ 12 bounds the curvature of the loss (for a
-# softmax the Hessian's largest eigenvalue is at most half that of the inputs).
+# parameters have to be the same bits on all ranks even if their frameworks differ. It is below 2 /
+# L, where L ≤ max(‖image‖² + 1) / 2 ≈ 12 bounds the curvature of the loss (for a softmax the
+# Hessian's largest eigenvalue is at most half that of the inputs).
 LEARNING_RATE: Final = 0.125
 LEAST_ACCURACY: Final = 0.9
 

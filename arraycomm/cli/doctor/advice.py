@@ -47,8 +47,8 @@ def _about_mpi(mpi: Findings) -> Iterator[str]:
         yield mpi["launcher_error"]
     if mpi["threads"] != "MPI_THREAD_MULTIPLE":
         yield (
-            f"MPI was started with {mpi['threads']}: requests progress only while a rank calls; let "
-            "mpi4py start MPI, or use an MPI with MPI_THREAD_MULTIPLE"
+            f"MPI was started with {mpi['threads']}: requests progress only while a rank calls; "
+            "let mpi4py start MPI, or use an MPI with MPI_THREAD_MULTIPLE"
         )
 
 
@@ -66,13 +66,14 @@ def _about_cores(ranks: list[Findings]) -> Iterator[str]:
         threads = sum(_threads(rank) for rank in there)
         if len(there) > len(cores):
             yield (
-                f"{len(there)} ranks share {_cores(len(cores))} of {node}, and wait for one another; "
-                "start a rank for each core at most"
+                f"{len(there)} ranks share {_cores(len(cores))} of {node}, and wait for one "
+                "another; start a rank for each core at most"
             )
         elif len(there) > 1 and threads > len(cores):
             yield (
-                f"{threads} threads of {len(there)} ranks share {_cores(len(cores))} of {node}; set "
-                f"OMP_NUM_THREADS={max(len(cores) // len(there), 1)}, or start with arraycomm run"
+                f"{threads} threads of {len(there)} ranks share {_cores(len(cores))} of {node}; "
+                f"set OMP_NUM_THREADS={max(len(cores) // len(there), 1)}, or start with arraycomm "
+                "run"
             )
         crowded = [rank for rank in there if _threads(rank) > len(rank["cores"])]
         if crowded and len(there) > 1 and threads <= len(cores):

@@ -73,4 +73,5 @@ def _why_not_native() -> str:
     if find_spec(f"{_native.__name__}.compiled") is not None:
         return "it was built, but cannot be loaded here"
     compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
-    return f"it was not built; {f'there is a C compiler, {compiler}' if compiler else 'there is no C compiler'}"
+    there = f"there is a C compiler, {compiler}" if compiler else "there is no C compiler"
+    return f"it was not built; {there}"

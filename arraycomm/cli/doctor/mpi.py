@@ -1,4 +1,4 @@
-"""What the MPI of this environment is like; a program of its own too, since starting an MPI may fail."""
+"""What the MPI of this environment is like; a program too, since starting an MPI may fail."""
 
 from __future__ import annotations
 

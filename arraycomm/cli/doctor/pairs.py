@@ -16,7 +16,7 @@ _LARGE: Final = 1 << 20
 
 
 def rounds(size: int) -> Iterator[list[tuple[int, int]]]:
-    """Yield rounds of pairs in which each rank occurs once at most: all pairs, as in a tournament."""
+    """Yield rounds of pairs with each rank at most once: all pairs, as in a tournament."""
     ranks: list[int | None] = [*range(size), *([None] if size % 2 else [])]
     for _ in range(len(ranks) - 1):
         pairs = zip(ranks[: len(ranks) // 2], reversed(ranks[len(ranks) // 2 :]), strict=True)
@@ -25,7 +25,7 @@ def rounds(size: int) -> Iterator[list[tuple[int, int]]]:
 
 
 def try_pairs(comm: Communicator) -> list[dict[str, Any]]:
-    """Return a line for each pair: its ranks, and the seconds of an allreduce, or an error; collective.
+    """Return a line for each pair: its ranks, and an allreduce's seconds or error; collective.
 
     All pairs of a round are tried at the same time.
     """

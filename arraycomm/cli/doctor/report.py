@@ -79,7 +79,7 @@ def _about_ranks(found: Findings) -> Iterator[Row]:
         yield (
             f"rank{'s' if len(numbers) > 1 else ''} {_spans(numbers)}",
             place["node"],
-            f"{'bound to' if bound else 'any of'} {'core' if bound else 'cores'} {_spans(place['cores'])}",
+            f"{'bound to core' if bound else 'any of cores'} {_spans(place['cores'])}",
             f"OMP_NUM_THREADS={place['threads']}"
             if place["threads"]
             else "OMP_NUM_THREADS not set",

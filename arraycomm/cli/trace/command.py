@@ -18,8 +18,8 @@ _USAGE_ERROR: Final = 2
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `arraycomm trace`."""
     parser.add_argument(
-        "path", help="what Communicator.trace or ARRAYCOMM_TRACE has written; or what ranks have saved "
-        "beside it before the job failed"
+        "path", help="what Communicator.trace or ARRAYCOMM_TRACE has written; or what ranks have "
+        "saved beside it before the job failed"
     )  # fmt: skip
     parser.add_argument(
         "--output",

@@ -13,11 +13,4 @@ from arraycomm.testing.conformance._reductions import ReductionLaws
 from arraycomm.testing.conformance._suite import Conformance
 from arraycomm.testing.conformance._trees import TreeLaws
 
-__all__ = [
-    "Conformance",
-    "FailureLaws",
-    "GroupLaws",
-    "MovementLaws",
-    "ReductionLaws",
-    "TreeLaws",
-]
+__all__ = ["Conformance", "FailureLaws", "GroupLaws", "MovementLaws", "ReductionLaws", "TreeLaws"]

@@ -46,14 +46,8 @@ DISAGREEMENTS: Final[dict[str, tuple[_Call, _Call]]] = {
     "shape": (_allreduce, lambda comm, x: comm.allreduce(x[:, None])),
     "length": (_allreduce, lambda comm, x: comm.allreduce(x[1:])),
     "number": (_allreduce, lambda comm, _: comm.allreduce(1.0)),
-    "root": (
-        lambda comm, x: comm.reduce(x, root=0),
-        lambda comm, x: comm.reduce(x, root=1),
-    ),
-    "length of bcast": (
-        lambda comm, x: comm.bcast(x, 0),
-        lambda comm, x: comm.bcast(x[1:], 0),
-    ),
+    "root": (lambda comm, x: comm.reduce(x, root=0), lambda comm, x: comm.reduce(x, root=1)),
+    "length of bcast": (lambda comm, x: comm.bcast(x, 0), lambda comm, x: comm.bcast(x[1:], 0)),
     "operation": (_allreduce, lambda comm, x: comm.allgather(x)),
     "request": (_allreduce, lambda comm, x: comm.ireduce(x).wait()),
     "prefix": (lambda comm, x: comm.scan(x), lambda comm, x: comm.exscan(x)),
@@ -64,10 +58,7 @@ DISAGREEMENTS: Final[dict[str, tuple[_Call, _Call]]] = {
     "order": (_then(_allreduce, _barrier), _then(_barrier, _allreduce)),
     "one call more": (_allreduce, _then(_barrier, _allreduce)),
     "one call less": (_then(_barrier, _allreduce), _allreduce),
-    "object": (
-        lambda comm, x: comm.bcast_object(x, 0),
-        lambda comm, x: comm.allgather_object(x),
-    ),
+    "object": (lambda comm, x: comm.bcast_object(x, 0), lambda comm, x: comm.allgather_object(x)),
     "options": (lambda comm, _: comm.dup(), lambda comm, _: comm.dup(timeout=3.0)),
     "split": (lambda comm, _: comm.dup(), lambda comm, _: comm.split(0)),
     "structure": (

@@ -31,15 +31,12 @@ class GroupLaws:
         reduction=reductions(),
     )
     def test_split_partitions(
-        self,
-        comm: Communicator,
-        colors: Sealed[Any],
-        keys: Sealed[Any],
-        reduction: Reduction,
+        self, comm: Communicator, colors: Sealed[Any], keys: Sealed[Any], reduction: Reduction
     ) -> None:
         """Every rank is in the group of its color, in the order of key and rank.
 
-        A rank whose color is None is in no group. A collective of a group involves only its members.
+        A rank whose color is None is in no group. A collective of a group involves only its
+        members.
         """
         color, members = colors.value[comm.rank], _members(comm.rank, colors.value, keys.value)
         part = comm.split(color, keys.value[comm.rank])

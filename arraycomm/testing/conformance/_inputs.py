@@ -92,9 +92,7 @@ def arrays(*args: Any, **kwargs: Any) -> Strategy[Arrays]:
 
 @st.composite
 def dtypes_and_ops(
-    draw: st.DrawFn,
-    ops: Sequence[str] | None = None,
-    families: Sequence[str] | None = None,
+    draw: st.DrawFn, ops: Sequence[str] | None = None, families: Sequence[str] | None = None
 ) -> tuple[str, str]:
     """Draw a dtype and a reduction that it has; all reductions are equally likely.
 
@@ -151,7 +149,7 @@ def reductions_of_sizes(draw: st.DrawFn) -> Reduction:
 
 @st.composite
 def successive_reductions(draw: st.DrawFn) -> list[Reduction]:
-    """Draw several reductions of plain arrays of one dtype and shape, whose ops and values differ."""
+    """Draw several reductions of plain arrays of one dtype and shape; ops and values differ."""
     dtype, _ = draw(dtypes_and_ops())
     known = st.sampled_from(OPS[family(dtype_of(dtype))])
     ops = st.sampled_from(draw(st.lists(known, min_size=1, max_size=2)))

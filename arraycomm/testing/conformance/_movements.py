@@ -69,7 +69,7 @@ class MovementLaws:
     def test_bcast_needs_nothing_of_the_others(
         self, comm: Communicator, given_arrays: Arrays, root: int, how: str
     ) -> None:
-        """Other ranks may pass nothing, and get arrays like the root's or NumPy's, or pass a prototype."""
+        """Other ranks pass nothing or a prototype; they get arrays like the root's, or NumPy's."""
         x, want = given_arrays.build(comm.rank), given_arrays.elements()[root]
         if comm.rank == root or how == "x":
             check_copy(check_like(comm.bcast(x, root), x), want)
@@ -168,7 +168,7 @@ class MovementLaws:
     def test_finished_requests_are_finished(
         self, comm: Communicator, given_arrays: Arrays, order: Sequence[int]
     ) -> None:
-        """If `test` returns True, a sent array may be changed, and a received one is there at once."""
+        """If `test` returns True, a sent array may change, and a received one is there at once."""
         dest, source = order[comm.rank], order.index(comm.rank)
         x, want = given_arrays.build(comm.rank), given_arrays.elements()[source]
         sending = comm.isend(x, dest)
@@ -183,7 +183,7 @@ class MovementLaws:
     def test_arguments_may_change_after_a_call(
         self, comm: Communicator, given_arrays: Arrays
     ) -> None:
-        """What a rank writes into its argument, as soon as the call has returned, reaches no other rank."""
+        """What a rank writes into its argument right after the call reaches no other rank."""
         x, elements = given_arrays.build(comm.rank), given_arrays.elements()
         result = comm.alltoall(x)
         overwrite(x)

@@ -275,8 +275,7 @@ class ReductionLaws:
         check_elements(permuted, straight)
 
     @law(
-        reduction=reductions(families=("integer", "bool")),
-        color=ranked.per_rank(st.integers(0, 2)),
+        reduction=reductions(families=("integer", "bool")), color=ranked.per_rank(st.integers(0, 2))
     )
     def test_integers_associate(self, comm: Communicator, reduction: Reduction, color: int) -> None:
         """Integers and booleans may be reduced within groups first, and then between groups."""

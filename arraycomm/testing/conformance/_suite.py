@@ -19,9 +19,9 @@ from arraycomm.testing.conformance._trees import TreeLaws
 class Conformance(ReductionLaws, MovementLaws, TreeLaws, GroupLaws, FailureLaws):
     """All laws, over the communicator that a subclass chooses.
 
-    Override `world` if every rank is a process, or `links` if ranks are threads of this one. Override
-    `subject` to see which laws another library keeps.
-    By default, ranks are threads that communicate as those of `arraycomm.testing.run` do.
+    Override `world` if every rank is a process, or `links` if ranks are threads of this one.
+    Override `subject` to see which laws another library keeps. By default, ranks are threads that
+    communicate as those of `arraycomm.testing.run` do.
 
     Attributes
     ----------

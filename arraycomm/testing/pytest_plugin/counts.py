@@ -10,7 +10,7 @@ import pytest
 
 
 def parametrize(metafunc: pytest.Metafunc, most: int = sys.maxsize) -> None:
-    """Make a test for each number of ranks of the marker, if it gives any; skip more than there are."""
+    """Make a test for each number of ranks of the marker, if any; skip those above `most`."""
     counts = counts_of(metafunc.definition)
     if counts:
         values = [_value(count, most) for count in counts]
@@ -24,7 +24,7 @@ def _value(count: int, most: int) -> Any:
 
 
 def counts_of(node: pytest.Item) -> Sequence[int]:
-    """Return the numbers of ranks of the closest marker; none without a marker, or if it gives none."""
+    """Return the numbers of ranks of the closest marker; none if there is no marker or number."""
     marker = node.get_closest_marker("ranks")
     if marker is None:
         return ()
@@ -33,7 +33,8 @@ def counts_of(node: pytest.Item) -> Sequence[int]:
     if unknown or wrong or len(set(marker.args)) < len(marker.args):
         raise pytest.UsageError(
             "ranks: the marker takes different numbers of ranks, each an int of at least 1, and "
-            f"timeout=seconds, as in @pytest.mark.ranks(2, 4, timeout=10); {node.nodeid} has {marker}"
+            f"timeout=seconds, as in @pytest.mark.ranks(2, 4, timeout=10); {node.nodeid} has "
+            f"{marker}"
         )
     return marker.args
 

@@ -1,8 +1,8 @@
-"""A process beside the ranks of one node, which says what a rank was doing if it dies, and what was found before.
+"""A process beside a node's ranks: if a rank dies, it says in what, and what was found before.
 
-Most launchers end all ranks at once if one dies, so that none of them can say it. Rank 0 starts this
-process, which imports only the standard library, writes down the tests that it is to run and each report, and
-writes "end" into the standard input when the run is over.
+Most launchers end all ranks at once if one dies, so that none of them can say it. Rank 0 starts
+this process, which imports only the standard library, writes down the tests that it is to run and
+each report, and writes "end" into the standard input when the run is over.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ def what_was_found(directory: Path, why: str) -> list[str]:
     if plan["junit"]:
         _write_junit(Path(plan["junit"]), list(tests.values()), rest, why)
     found = [f"\n____ {test['nodeid']} ____\n{test['text']}\n" for test in failed]
-    counts = f"{len(tests) - len(failed)} passed or skipped, {len(failed)} failed, {len(rest)} not run or not ended"
+    counts = f"{len(tests) - len(failed)} passed or skipped, {len(failed)} failed, "
+    counts += f"{len(rest)} not run or not ended"
     names = [f"  {name}\n" for name in rest[:_NAMED]]
     more = [f"  and {len(rest) - _NAMED} more\n"] if len(rest) > _NAMED else []
     return [*found, f"\narraycomm: the job ended before the run: {counts}:\n", *names, *more]
@@ -106,11 +107,12 @@ def _case(nodeid: str, kind: str, message: str, text: str, seconds: float = 0.0)
     where = place.replace(".py", "").replace("/", ".").replace("::", ".")
     plain = "".join(c for c in text if c.isprintable() or c in "\n\t")
     inner = f"<{kind} message={quoteattr(message)}>{escape(plain)}</{kind}>" if kind else ""
-    return f'<testcase classname={quoteattr(where)} name={quoteattr(name)} time="{seconds:.3f}">{inner}</testcase>'
+    about = f'classname={quoteattr(where)} name={quoteattr(name)} time="{seconds:.3f}"'
+    return f"<testcase {about}>{inner}</testcase>"
 
 
 def main(directory: Path, near: dict[int, tuple[int, int]]) -> None:
-    """Wait for the end of the run or of a rank, and say which it was; `near` has pids and handles."""
+    """Wait for the end of the run or of a rank, and say which; `near` has pids and handles."""
     dead = wait_for_death({handle: rank for rank, (_, handle) in near.items()})
     if not dead:
         return

@@ -1,7 +1,7 @@
 """The hooks by which the ranks of a job run pytest in step.
 
-After each test the ranks tell one another how it ended, and each makes the same reports of it, so that each
-goes on to the same next test, or ends with the same status. Rank 0 writes the reports.
+After each test the ranks tell one another how it ended, and each makes the same reports of it, so
+that each goes on to the same next test, or ends with the same status. Rank 0 writes the reports.
 """
 
 from __future__ import annotations
@@ -117,8 +117,8 @@ class InStep:
         self._usual = config.getoption("ranks") or job.size
         if self._usual > job.size:
             raise pytest.UsageError(
-                f"--ranks {self._usual}: mpiexec has started {job.size} ranks; start as many, or leave "
-                "--ranks out"
+                f"--ranks {self._usual}: mpiexec has started {job.size} ranks; start as many, or "
+                "leave --ranks out"
             )
         share_directories(config)
         if job.rank:
@@ -149,7 +149,7 @@ class InStep:
     # Collection
 
     def parametrize(self, metafunc: pytest.Metafunc) -> None:
-        """Make a test for each number of ranks of the marker; skip those that the job does not have."""
+        """Make a test for each number of ranks of the marker; skip those the job does not have."""
         counts.parametrize(metafunc, self.size)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
@@ -205,7 +205,7 @@ class InStep:
                 pytest.exit(f"rank {rank} could not collect the tests: {reply.end}", 2)
 
     def _report_errors(self, replies: list[Collected]) -> bool:
-        """Report what other ranks could not collect; tell whether there is anything of that kind."""
+        """Report what other ranks could not collect; return whether there is anything."""
         for rank, reply in enumerate(replies):
             for nodeid, data in reply.errors.items():
                 if nodeid not in self._errors:
@@ -242,8 +242,8 @@ class InStep:
         test = self._test
         if test is None or not test.size:
             raise pytest.UsageError(
-                f"comm: name it among the arguments of {request.node.name}; a test cannot ask for it by "
-                "getfixturevalue, since the other ranks have to know of it before"
+                f"comm: name it among the arguments of {request.node.name}; a test cannot ask for "
+                "it by getfixturevalue, since the other ranks have to know of it before"
             )
         test.comm = self._job.open(test.size, test.timeout)
         yield test.comm
@@ -308,8 +308,8 @@ class InStep:
                 self._limit.end_inside()
         except Interruption as interruption:
             error = CommTimeoutError(
-                f"rank {self._job.rank} did not end the {when} of the test within {test.timeout:g} s, "
-                "and was interrupted"
+                f"rank {self._job.rank} did not end the {when} of the test within {test.timeout:g} "
+                "s, and was interrupted"
             )
             error.place_in_test = 0  # type: ignore[attr-defined]
             test.end_communication(error)
@@ -412,8 +412,8 @@ class InStep:
         report.outcome = "failed"
         shown = "\n".join(f"rank {rank} is here:\n{stack}" for rank, stack in stacks.items())
         report.longrepr = (
-            f"{who} did not end the test within {test.timeout:g} s, and cannot be interrupted outside "
-            f"Python; the other ranks wait for it, and the run ends.\n{shown}"
+            f"{who} did not end the test within {test.timeout:g} s, and cannot be interrupted "
+            f"outside Python; the other ranks wait for it, and the run ends.\n{shown}"
         )
         own = next(outcome for outcome in reversed(test.outcomes) if outcome.when == report.when)
         report.sections.append((f"rank {self._job.rank}", own.text))
@@ -448,7 +448,7 @@ class InStep:
 
     @pytest.hookimpl(trylast=True)
     def pytest_unconfigure(self) -> None:
-        """Leave when rank 0 has written everything: some launchers end it once another rank has left."""
+        """Leave once rank 0 has written all: some launchers end it when another rank has left."""
         if self._stuck:
             self._abort()
         if not self._job.over:

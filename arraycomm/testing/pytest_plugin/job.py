@@ -1,7 +1,7 @@
 """The ranks of an MPI job that run pytest in step, and what they tell one another.
 
-They speak on a communicator that no test sees. A test's own communicator is made over a duplicate, which
-the next test of as many ranks uses again if this one has left it in order.
+They speak on a communicator that no test sees. A test's own communicator is made over a duplicate,
+which the next test of as many ranks uses again if this one has left it in order.
 """
 
 from __future__ import annotations
@@ -18,11 +18,7 @@ from arraycomm._launch import Launch
 from arraycomm._mpi_start import mpi_transport, refuse_other_launcher
 from arraycomm._protocol.meeting import seconds_of
 from arraycomm._transports.base import Transport
-from arraycomm.testing._internals import (
-    LastStep,
-    communicator_over,
-    unmatched_messages,
-)
+from arraycomm.testing._internals import LastStep, communicator_over, unmatched_messages
 from arraycomm.testing._rank_links import Left, RankLinks
 from arraycomm.testing.pytest_plugin.warned import Recorded
 

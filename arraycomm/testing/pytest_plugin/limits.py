@@ -1,7 +1,7 @@
 """The limit of a test on this rank: what takes longer is interrupted, and shown with its stack.
 
-A test runs in the main thread, which a signal interrupts in Python, and in most calls that wait for the
-system. One long-lived thread watches: to begin one for each test takes longer than most tests.
+A test runs in the main thread, which a signal interrupts in Python, and in most calls that wait for
+the system. One long-lived thread watches: to begin one for each test takes longer than most tests.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Tests that take `comm`, on threads of this process: each rank runs the test in a thread of its own.
+"""Tests that take `comm`, on threads of this process: each rank runs the test in its own thread.
 
-pytest makes fixtures once, in its own thread. A fixture that takes `comm` has to be made by each rank, and
-so has one that takes such a fixture. Their place in pytest's own thread is taken by a `Deferred`.
+pytest makes fixtures once, in its own thread. A fixture that takes `comm` has to be made by each
+rank, and so has one that takes such a fixture. Their place in pytest's own thread is taken by a
+`Deferred`.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ class OnThreads:
         item = request.node
         if "comm" not in item.fixturenames:
             raise pytest.UsageError(
-                f"comm: name it among the arguments of {item.name}; without mpiexec a test cannot ask "
-                "for it by getfixturevalue, since the ranks begin with the test"
+                f"comm: name it among the arguments of {item.name}; without mpiexec a test cannot "
+                "ask for it by getfixturevalue, since the ranks begin with the test"
             )
         yield _Deferred(lambda rank: rank.comm, getattr(request, "param", self._usual))
 
@@ -106,7 +107,8 @@ def _refuse_async(function: Any) -> None:
     __tracebackhide__ = True
     if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
         pytest.fail(
-            "async def functions that take comm do not run on threads; call asyncio.run in the test, or "
+            "async def functions that take comm do not run on threads; call asyncio.run in the "
+            "test, or "
             "run it under mpiexec with a plugin for async tests",
             pytrace=False,
         )

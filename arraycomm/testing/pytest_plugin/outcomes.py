@@ -35,7 +35,8 @@ class Outcome:
     crash: tuple[str, int] | None = None
     # Where a rank was that has timed out.
     stack: str = ""
-    # The rank of the test's own that raised the error, if it is known; whether only rank 0's is to be shown.
+    # The rank of the test's own that raised the error, if it is known; whether only rank 0's is to
+    # be shown.
     label: str = ""
     is_echo: bool = False
     # The report as pytest serializes it, unless the phase passed.
@@ -90,7 +91,7 @@ def _order(error: BaseException | None) -> int:
 
 
 def _place_in_test(error: BaseException | None) -> int:
-    """Return 0 for what was interrupted, for which others may have waited, and 2 for the test's end."""
+    """Return 0 for what was interrupted, as others may have waited for it; 2 for the test's end."""
     return int(getattr(error, "place_in_test", 1))
 
 
@@ -128,8 +129,8 @@ def merged(
 ) -> list[pytest.TestReport]:
     """Return the reports of a test, which have the same outcomes on each rank.
 
-    After a phase that did not pass, errors that it has caused are not reported. `parts` are the subtests
-    that have failed on each rank.
+    After a phase that did not pass, errors that it has caused are not reported. `parts` are the
+    subtests that have failed on each rank.
     """
     mine: dict[str | None, pytest.TestReport] = {report.when: report for report in reports}
     made: list[pytest.TestReport] = []
@@ -159,7 +160,7 @@ def _passed(mine: Mapping[str | None, pytest.TestReport], when: str) -> pytest.T
 
 
 def _fail_for_parts(report: pytest.TestReport, count: int) -> None:
-    """Let a test fail in the words of pytest, which does it on the ranks whose subtests have failed."""
+    """Fail a test in pytest's words, as pytest does on the ranks whose subtests have failed."""
     report.outcome = "failed"
     report.longrepr = f"contains {count} failed subtest{'s' if count > 1 else ''}"
 
@@ -167,7 +168,7 @@ def _fail_for_parts(report: pytest.TestReport, count: int) -> None:
 def parts_of_others(
     config: pytest.Config, rank: int, everyone: Sequence[Sequence[Any]]
 ) -> list[pytest.TestReport]:
-    """Return the reports of subtests that have failed, but not on this rank, which has reported its own."""
+    """Return the reports of subtests that failed on other ranks only; this one reports its own."""
     made = []
     for found in _ranks_by_part(everyone).values():
         if rank not in found:

@@ -1,7 +1,7 @@
 """What each rank is doing, in files that are there even if the rank does not answer any more.
 
-Rank 0 makes the directory, which the ranks on its node use, and starts a process that reads it if a rank
-dies: see `crash_reporter.py`.
+Rank 0 makes the directory, which the ranks on its node use, and starts a process that reads it if a
+rank dies: see `crash_reporter.py`.
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ class Progress:
         )
         stream = sys.__stderr__ or sys.stderr
         stream.write(
-            f"\narraycomm: rank {self._job.rank} is stuck in {text.rstrip() or 'a test'}, cannot be "
-            f"interrupted outside Python, and ends the job; it is here:\n{stack}\n"
+            f"\narraycomm: rank {self._job.rank} is stuck in {text.rstrip() or 'a test'}, cannot "
+            f"be interrupted outside Python, and ends the job; it is here:\n{stack}\n"
         )
         stream.flush()
 

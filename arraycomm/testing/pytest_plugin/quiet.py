@@ -1,4 +1,4 @@
-"""What ranks other than 0 do not write (the terminal, debuggers, reports, the cache), and files of one name."""
+"""What only rank 0 writes (terminal, debuggers, reports, cache), and files of one name."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def be_quiet(config: pytest.Config, rank: int) -> None:
 
 
 def share_directories(config: pytest.Config) -> None:
-    """Let the ranks remove old temporary directories of pytest at the same time, also where warnings are errors."""
+    """Let ranks remove pytest's old temporary directories together, even if warnings are errors."""
     # The rank that comes second leaves its lock in a directory that the first one is removing, or
     # finds none any more while it looks through them.
     expected = ["ignore:(rm_rf) error removing", "ignore:unclosed scandir iterator"]

@@ -33,6 +33,6 @@ def _refuse_xdist(config: pytest.Config) -> None:
     option = config.option
     if getattr(option, "numprocesses", None) or getattr(option, "tx", None):
         raise pytest.UsageError(
-            "pytest-xdist cannot be used under mpiexec: each rank would start workers of its own, which "
-            "are no ranks; leave out -n, --dist and --tx, or mpiexec"
+            "pytest-xdist cannot be used under mpiexec: each rank would start workers of its own, "
+            "which are no ranks; leave out -n, --dist and --tx, or mpiexec"
         )

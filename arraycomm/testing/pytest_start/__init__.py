@@ -1,7 +1,7 @@
 """The part of the pytest plugin that pytest imports at every start: options, marker, fixture.
 
-It stands outside the package, whose import takes NumPy's time, and imports the rest of the plugin only
-if a test takes `comm`, or if an MPI launcher has started this process.
+It stands outside the package, whose import takes NumPy's time, and imports the rest of the plugin
+only if a test takes `comm`, or if an MPI launcher has started this process.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _LAUNCHED: Final = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MPI_LOCALNRANKS", "SLUR
 _RANKS: Final = pytest.StashKey[Any]()
 
 _MARKER: Final = (
-    "ranks(*counts, timeout=None): run the test once on each of these numbers of ranks; the test, and "
-    "each wait for another rank, may take `timeout` seconds"
+    "ranks(*counts, timeout=None): run the test once on each of these numbers of ranks; the test, "
+    "and each wait for another rank, may take `timeout` seconds"
 )
 
 
@@ -106,7 +106,7 @@ def takes_comm(item: Any) -> bool:
 
 
 def fixtures_of(item: Any) -> dict[str, Any]:
-    """Return the definitions of a test's fixtures by name, the innermost last; none for other items."""
+    """Return a test's fixture definitions by name, the innermost last; none for other items."""
     info = getattr(item, "_fixtureinfo", None)
     return {} if info is None else dict(info.name2fixturedefs)
 

@@ -52,8 +52,8 @@ def frameworks() -> Strategy[str]:
     Returns
     -------
     SearchStrategy of str
-        One of `installed_frameworks()`, including "buffer" and "dlpack", which stand for objects
-        of no framework; shrinks to "numpy".
+        One of `installed_frameworks()`, including "buffer" and "dlpack", which stand for objects of
+        no framework; shrinks to "numpy".
     """
     return st.sampled_from(installed_frameworks())
 

@@ -34,8 +34,9 @@ def dtypes(op: str | None = None, *, movable: bool = False) -> Strategy[str]:
     Examples
     --------
     >>> from arraycomm.testing.strategies import dtypes
-    >>> dtypes("mean")
-    sampled_from(['float32', 'float16', 'float64', 'bfloat16', 'float8_e4m3fn', 'float8_e5m2', 'complex64', 'complex128'])
+    >>> dtypes("mean")  # doctest: +NORMALIZE_WHITESPACE
+    sampled_from(['float32', 'float16', 'float64', 'bfloat16', 'float8_e4m3fn', 'float8_e5m2',
+    'complex64', 'complex128'])
     """
     if op is not None:
         return st.sampled_from([name for name in NAMES if _is_reduction(name, _known_op(op))])

@@ -14,15 +14,7 @@ from arraycomm.cli.bench.tables import Table, as_markdown, ratio_text, size_text
 from arraycomm.cli.bench.timing import ratio
 from docs.studies.benchmarks import charts
 from docs.studies.benchmarks.claims import CLAIMS, Claim
-from docs.studies.benchmarks.runs import (
-    NODES,
-    PROGRAMS,
-    RUNS,
-    STUDY,
-    TRAINING,
-    Run,
-    figures_of,
-)
+from docs.studies.benchmarks.runs import NODES, PROGRAMS, RUNS, STUDY, TRAINING, Run, figures_of
 
 DOCS: Final = Path(__file__).resolve().parents[2]
 PAGE: Final = DOCS / "benchmarks.md"
@@ -203,10 +195,7 @@ def tabled(figures: dict[str, dict[str, Any]]) -> str:
     for run in RUNS:
         if run.name in figures:
             parts += _of_one_run(run, figures[run.name])
-    for text, path in (
-        (TRAINING_STEPS, TRAINING),
-        (COMPILED_PROGRAMS, PROGRAMS),
-    ):
+    for text, path in ((TRAINING_STEPS, TRAINING), (COMPILED_PROGRAMS, PROGRAMS)):
         if path.exists():
             parts += _of_one_mode(text, json.loads(path.read_text("utf-8")))
     if NODES.exists():

@@ -15,10 +15,7 @@ TRAINING: Final = STUDY / "train.json"
 PROGRAMS: Final = STUDY / "jax.json"
 NODES: Final = STUDY / "nodes.json"
 # Where the figures of each are, and the environment; mpi4jax is built in one of its own.
-MODES: Final = {
-    "train": (TRAINING, ROOT / ".venv"),
-    "jax": (PROGRAMS, ROOT / ".venv-mpi4jax"),
-}
+MODES: Final = {"train": (TRAINING, ROOT / ".venv"), "jax": (PROGRAMS, ROOT / ".venv-mpi4jax")}
 
 
 @dataclass(frozen=True, slots=True)

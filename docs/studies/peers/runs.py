@@ -149,9 +149,4 @@ def versions(library: str) -> dict[str, str]:
     return {**known, "MPI": " ".join(text.replace("Version:", "").split())}
 
 
-_PACKAGES: Final = {
-    "arraycomm": (),
-    "mpi4py": ("mpi4py",),
-    "gloo": ("torch",),
-    "mlx": ("mlx",),
-}
+_PACKAGES: Final = {"arraycomm": (), "mpi4py": ("mpi4py",), "gloo": ("torch",), "mlx": ("mlx",)}
