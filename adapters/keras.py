@@ -12,7 +12,7 @@ from typing import Any, Final
 import keras
 
 import arraycomm as ac
-from arraycomm._training.verification import Inputs, plain
+from arraycomm._training.comparison.verification import Inputs, plain
 
 __all__ = ["DistributedOptimizer", "synchronize"]
 

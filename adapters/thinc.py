@@ -10,7 +10,7 @@ import numpy as np
 from thinc.api import Model, Optimizer
 
 import arraycomm as ac
-from arraycomm._training.verification import Inputs
+from arraycomm._training.comparison.verification import Inputs
 from arraycomm.adapters import numpy as plain
 
 __all__ = ["DistributedOptimizer", "synchronize"]

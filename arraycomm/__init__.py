@@ -33,27 +33,27 @@ from arraycomm._together import raise_together
 from arraycomm._trees.plan import Plan
 
 if TYPE_CHECKING:
-    from arraycomm._training.compression import Compression
-    from arraycomm._training.data import DistributedDataContainer
-    from arraycomm._training.feedback import ErrorFeedback
+    from arraycomm._training.batches.data import DistributedDataContainer
+    from arraycomm._training.comparison.sameness import raise_on_difference
+    from arraycomm._training.compressed.compression import Compression
+    from arraycomm._training.compressed.feedback import ErrorFeedback
     from arraycomm._training.join import Join, join
     from arraycomm._training.metrics import mean_metrics
     from arraycomm._training.nans import raise_on_nan
     from arraycomm._training.optimizer import DistributedOptimizer
-    from arraycomm._training.sameness import raise_on_difference
 
     __version__: str
 
 # Imported on first use: programs that only communicate do not wait for what training needs.
 _ON_FIRST_USE = {
-    "Compression": "arraycomm._training.compression",
-    "DistributedDataContainer": "arraycomm._training.data",
+    "Compression": "arraycomm._training.compressed.compression",
+    "DistributedDataContainer": "arraycomm._training.batches.data",
     "DistributedOptimizer": "arraycomm._training.optimizer",
-    "ErrorFeedback": "arraycomm._training.feedback",
+    "ErrorFeedback": "arraycomm._training.compressed.feedback",
     "Join": "arraycomm._training.join",
     "join": "arraycomm._training.join",
     "mean_metrics": "arraycomm._training.metrics",
-    "raise_on_difference": "arraycomm._training.sameness",
+    "raise_on_difference": "arraycomm._training.comparison.sameness",
     "raise_on_nan": "arraycomm._training.nans",
 }
 

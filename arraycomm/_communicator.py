@@ -22,7 +22,7 @@ from arraycomm._entries import entries, entry, hide_from_torch
 from arraycomm._messages.matching import Status, Wildcard
 from arraycomm._messages.messages import Messenger
 from arraycomm._mpi_start import Arguments, open_over_mpi
-from arraycomm._protocol.exit import leave_by_error, replace_root
+from arraycomm._protocol.ends.exit import leave_by_error, replace_root
 from arraycomm._protocol.group import Group
 from arraycomm._trace.trace import Traceable
 from arraycomm._trees.fusion import TreeMemory

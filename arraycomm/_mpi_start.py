@@ -21,9 +21,9 @@ from arraycomm._launch.library import MPICH, family_of
 from arraycomm._launch.probe import in_short
 from arraycomm._protocol.agreement import Agreement
 from arraycomm._protocol.details import Detail, Failure, Nothing
-from arraycomm._protocol.exit import add_root, refuse_forked_child, watch_exit
+from arraycomm._protocol.ends.exit import add_root, refuse_forked_child, watch_exit
+from arraycomm._protocol.ends.meeting import begin_mpi, finish, meet, ranks_here, seconds_of
 from arraycomm._protocol.group import Group, Options
-from arraycomm._protocol.meeting import begin_mpi, finish, meet, ranks_here, seconds_of
 from arraycomm._protocol.mismatch import by_ranks, peer_error
 from arraycomm._transports.base import Transport
 from arraycomm._transports.mpi.files import check_room

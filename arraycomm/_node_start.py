@@ -15,7 +15,7 @@ from arraycomm._launch.joining import join
 from arraycomm._launch.numbering import Numbering, without_mpi
 from arraycomm._mpi_start import Arguments, Init, Opened, code_digest
 from arraycomm._protocol.details import Detail, Failure, Nothing
-from arraycomm._protocol.exit import add_root, refuse_forked_child, watch_exit
+from arraycomm._protocol.ends.exit import add_root, refuse_forked_child, watch_exit
 from arraycomm._protocol.group import Group, Options
 from arraycomm._protocol.mismatch import by_ranks, peer_error
 from arraycomm._transports.processes.lives import find_lives

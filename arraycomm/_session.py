@@ -26,16 +26,16 @@ from arraycomm._mpi_start import (
     refuse_other_launcher,
 )
 from arraycomm._node_start import open_by_numbers
-from arraycomm._protocol import still_waiting
-from arraycomm._protocol.exit import (
+from arraycomm._protocol.ends.exit import (
     complete,
     forget_on_fork,
     refuse_forked_child,
     remove_root,
     watch_exit,
 )
+from arraycomm._protocol.ends.meeting import seconds_of
 from arraycomm._protocol.group import Group
-from arraycomm._protocol.meeting import seconds_of
+from arraycomm._protocol.waits import still_waiting
 from arraycomm._start import Start, choose_start
 from arraycomm._trace import environment
 from arraycomm._transports.threads import SelfTransport

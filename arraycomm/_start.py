@@ -8,8 +8,8 @@ from typing import NamedTuple
 from arraycomm import _launch
 from arraycomm._errors import BackendUnavailableError
 from arraycomm._launch.numbering import EXAMPLE, Numbering, numbering
-from arraycomm._protocol.exit import mpi_has_peers
-from arraycomm._protocol.launcher import children_of, find_launcher
+from arraycomm._protocol.ends.exit import mpi_has_peers
+from arraycomm._protocol.ends.launcher import children_of, find_launcher
 
 
 class Start(NamedTuple):

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import arraycomm as ac
 from arraycomm import Communicator, Request
-from arraycomm.testing._rank_values import rank_count
+from arraycomm.testing._arrays.rank_values import rank_count
 
 Array = np.ndarray[Any, Any]
 # The ranks of the outermost communicator in each group that was made by one split, in their order.

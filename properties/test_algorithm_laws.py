@@ -14,7 +14,7 @@ from arraycomm._reduce import chunks as chunking
 from arraycomm._reduce import selection
 from arraycomm.testing import given
 from arraycomm.testing import strategies as ranked
-from arraycomm.testing._frameworks import elements_of
+from arraycomm.testing._arrays.frameworks import elements_of
 from arraycomm.testing.conformance._checks import check_elements
 from arraycomm.testing.conformance._inputs import Reduction, reductions, reductions_of_sizes
 from tests.support import internals

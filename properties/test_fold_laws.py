@@ -11,7 +11,7 @@ from arraycomm._dtypes import name_of
 from arraycomm._folds import by_numpy, totals
 from arraycomm._folds.float16 import round_to_half, widen_half
 from arraycomm.testing import ArrayCase
-from arraycomm.testing._oracle import CASES, expected
+from arraycomm.testing._arrays.oracle import CASES, expected
 from arraycomm.testing.conformance._checks import check_elements
 
 

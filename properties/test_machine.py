@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from arraycomm import Communicator, _launch
 from arraycomm.testing import given, run
-from arraycomm.testing._rank_groups import RankGroup, lockstep_over
+from arraycomm.testing._ranks.rank_groups import RankGroup, lockstep_over
 from properties.programs import Player, Program, programs
 from properties.test_laws import TIMEOUT
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from arraycomm import Communicator, _launch, allreduce_tree
 from arraycomm.testing import run
 from arraycomm.testing import strategies as ranked
-from arraycomm.testing._frameworks import elements_of
+from arraycomm.testing._arrays.frameworks import elements_of
 from arraycomm.testing.strategies import ArrayCase
 
 pytestmark = pytest.mark.skipif(

@@ -18,7 +18,7 @@ from arraycomm import _launch
 from arraycomm._training.shards import divide
 from arraycomm.adapters import numpy as plain
 from arraycomm.testing import run
-from arraycomm.testing._oracle import expected
+from arraycomm.testing._arrays.oracle import expected
 
 pytestmark = pytest.mark.skipif(
     _launch.detect(os.environ) is not None, reason="runs where pytest is alone"

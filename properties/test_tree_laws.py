@@ -16,7 +16,7 @@ from arraycomm._trees import layout
 from arraycomm._trees.layout import cut, lay_out, messages, slots_of
 from arraycomm.testing import given as given_on_ranks
 from arraycomm.testing import strategies as ranked
-from arraycomm.testing._frameworks import elements_of
+from arraycomm.testing._arrays.frameworks import elements_of
 from arraycomm.testing.conformance._checks import check_elements, leaves_of
 from arraycomm.testing.conformance._tree_inputs import reducible_trees
 from tests.support import internals

@@ -24,7 +24,7 @@ FRAMEWORKS = [
     *("torch.optim.optimizer", "jax._src.callback", "jaxlib.xla", "optax._src.base", "flax.linen"),
     *("equinox._module", "optree.ops", "scipy.optimize._minimize", "sklearn.base", "thinc.model"),
     *("keras.src.trainers.trainer", "mlx.optimizers.optimizers"),
-    *("hypothesis.core", "_pytest.python", "pluggy._callers", "arraycomm.testing._run"),
+    *("hypothesis.core", "_pytest.python", "pluggy._callers", "arraycomm.testing._ranks.run"),
     *("concurrent.futures.thread", "threading", "functools", "contextlib"),
 ]
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 import arraycomm as ac
-from arraycomm._training.constants import constants_of
+from arraycomm._training.comparison.constants import constants_of
 from arraycomm._training.numbered import Numbering
 from arraycomm._training.programs import GradientCalls, hidden_dup
 from arraycomm.adapters.jax._batch import Extra, check_extra

@@ -19,9 +19,10 @@ import numpy as np
 from jax._src import core
 
 import arraycomm as ac
+from arraycomm._training.comparison.verification import Inputs, nothing_shown
+from arraycomm._training.gradients import Gradients
 from arraycomm._training.numbered import Numbering
 from arraycomm._training.programs import GradientCalls
-from arraycomm._training.verification import Inputs, nothing_shown
 from arraycomm.adapters.jax._callbacks import Make
 from arraycomm.adapters.jax._primitive import Call, bind
 from arraycomm.adapters.jax._tracing import holds_tracers, is_traced
@@ -91,7 +92,7 @@ def _kind_of(trace: Any) -> str:
 
 
 class Watched(NamedTuple):
-    """What an update depends on besides gradients: see `arraycomm._training.verification`.
+    """What an update depends on besides gradients: see `_training.comparison.verification`.
 
     Attributes
     ----------
@@ -197,10 +198,6 @@ def reduce_traced(
 class Updates:
     """The updates of one optimizer: their gradients reduced, eagerly or in programs.
 
-    Parameters
-    ----------
-    gradients : object
-        How they are reduced; see `arraycomm._training.gradients`.
     constants : tuple of (name, value)
         The hyperparameters that do not change.
 
@@ -210,7 +207,7 @@ class Updates:
         Their numbers.
     """
 
-    def __init__(self, gradients: Any, constants: tuple[tuple[str, Any], ...]) -> None:
+    def __init__(self, gradients: Gradients, constants: tuple[tuple[str, Any], ...]) -> None:
         self._gradients, self._constants = gradients, constants
         self._calls = GradientCalls(gradients.comm, gradients.op, gradients.options)
         self._inputs: Any = None

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, Final, NamedTuple, NoReturn
 
 import arraycomm as ac
-from arraycomm._training.verification import Inputs
+from arraycomm._training.comparison.verification import Inputs
 from arraycomm.adapters.numpy._inputs import StepInputs
 from arraycomm.adapters.numpy._optimizers import SGD, Adam, Momentum
 from arraycomm.adapters.numpy._shards import Sharding, check_per_parameter, set_state, state_of

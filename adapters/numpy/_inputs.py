@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from arraycomm._training.constants import OF_A_RANK, constants_of
-from arraycomm._training.verification import Inputs, plain, scalar
+from arraycomm._training.comparison.constants import OF_A_RANK, constants_of
+from arraycomm._training.comparison.verification import Inputs, plain, scalar
 from arraycomm._trees.pytrees import flatten
 
 

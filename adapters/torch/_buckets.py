@@ -17,11 +17,6 @@ _FIRST_BUCKET: Final = 1 << 20
 class Buckets:
     """The buckets of one optimizer's parameters, in the order of their reduction.
 
-    Parameters
-    ----------
-    gradients : object
-        How they are reduced; see `arraycomm._training.gradients`.
-
     Attributes
     ----------
     all : list of Bucket

@@ -13,8 +13,8 @@ from torch.amp.grad_scaler import GradScaler
 
 import arraycomm as ac
 from arraycomm._protocol.mismatch import by_ranks
-from arraycomm._training.differences import array_item
-from arraycomm._training.verification import Inputs, plain, scalar
+from arraycomm._training.comparison.differences import array_item
+from arraycomm._training.comparison.verification import Inputs, plain, scalar
 from arraycomm.adapters.torch._backward import running
 
 Settings = list[tuple[str, Any]]

@@ -15,11 +15,6 @@ from arraycomm.adapters.torch._slots import Slot, slot_of, writes_to
 class Parameters:
     """The parameters of one optimizer, by their numbers, and their gradients in this step.
 
-    Parameters
-    ----------
-    gradients : object
-        How they are reduced; see `arraycomm._training.gradients`.
-
     Attributes
     ----------
     tensors : list of Tensor

@@ -16,11 +16,6 @@ from arraycomm.adapters.torch._rounds import BucketRounds
 class Reducer:
     """Reduces the gradients of one optimizer's parameters.
 
-    Parameters
-    ----------
-    gradients : object
-        How they are reduced; see `arraycomm._training.gradients`.
-
     Attributes
     ----------
     in_backward : BackwardReducer

@@ -34,11 +34,11 @@ from arraycomm._cuda.placement import (
 )
 from arraycomm._cuda.streams import LEASES
 from arraycomm._errors import BackendUnavailableError
-from arraycomm._protocol import clock
 from arraycomm._protocol.agreement import Agreement
 from arraycomm._protocol.details import exchange_details
 from arraycomm._protocol.group import Group
 from arraycomm._protocol.header import ALL_ON_DEVICE, ON_HOST, digest
+from arraycomm._protocol.waits import clock
 from arraycomm._transports.base import Steps
 
 # Seconds between two looks at the work under way on devices.

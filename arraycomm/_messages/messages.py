@@ -30,8 +30,8 @@ from arraycomm._messages.fast_exchange import FastExchange, Key
 from arraycomm._messages.matching import ANY_SOURCE, ANY_TAG, Matcher, Status
 from arraycomm._protocol.agreement import UndeliveredError
 from arraycomm._protocol.task import Task
-from arraycomm._protocol.waiting import Watch
-from arraycomm._protocol.watchdog import MessageWait, checked_timeout
+from arraycomm._protocol.waits.waiting import Watch
+from arraycomm._protocol.waits.watchdog import MessageWait, checked_timeout
 from arraycomm._reduce.blocks import cut
 from arraycomm._transports.base import Bytes, Handle, Steps, Transport
 

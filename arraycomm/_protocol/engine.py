@@ -15,11 +15,11 @@ from typing import Any, Self
 
 from arraycomm._errors import CommunicatorClosedError, ConcurrentUseError
 from arraycomm._native import compiled
-from arraycomm._protocol import clock
-from arraycomm._protocol.outcomes import Outcomes
-from arraycomm._protocol.progress import ProgressThread
 from arraycomm._protocol.task import Task
-from arraycomm._protocol.waiting import Watch, beside_own_work, done_after_all, wait_for
+from arraycomm._protocol.waits import clock
+from arraycomm._protocol.waits.outcomes import Outcomes
+from arraycomm._protocol.waits.progress import ProgressThread
+from arraycomm._protocol.waits.waiting import Watch, beside_own_work, done_after_all, wait_for
 from arraycomm._transports.base import Handle, Steps
 from arraycomm._transports.control import ControlChannel
 

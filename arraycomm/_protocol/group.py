@@ -18,9 +18,9 @@ from arraycomm._errors import (
     text_of,
 )
 from arraycomm._protocol.agreement import UndeliveredError
-from arraycomm._protocol.deadlock import DeadlockWatch
 from arraycomm._protocol.engine import Engine
-from arraycomm._protocol.watchdog import LAST_MESSAGE, MessageWait, Watchdog, checked_timeout
+from arraycomm._protocol.waits.deadlock import DeadlockWatch
+from arraycomm._protocol.waits.watchdog import LAST_MESSAGE, MessageWait, Watchdog, checked_timeout
 from arraycomm._transports.base import Steps, Transport
 from arraycomm._transports.notes import FAILED, GAVE_UP
 

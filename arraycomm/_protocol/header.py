@@ -16,7 +16,7 @@ a weight     of gradients (`_training/weighted.py`)
 `Where`      in which update, and at which call of a program (`_training/numbered.py`)
 
 Of a tree, whose shapes are in a digest, the words of the shape are free as well
-(`_training/verification.py`).
+(`_training/comparison/verification.py`).
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@ import copy
 import threading
 from typing import Any
 
-from arraycomm._protocol import clock
-from arraycomm._protocol.outcomes import Outcome
-from arraycomm._protocol.waiting import Watch
+from arraycomm._protocol.waits import clock
+from arraycomm._protocol.waits.outcomes import Outcome
+from arraycomm._protocol.waits.waiting import Watch
 from arraycomm._transports.base import Handle, Steps
 
 

@@ -8,7 +8,7 @@ from contextlib import suppress
 
 from arraycomm import _launch
 from arraycomm._calls.runner import Runner
-from arraycomm._protocol.exit import when_all_left
+from arraycomm._protocol.ends.exit import when_all_left
 from arraycomm._trace import files
 from arraycomm._trace.trace import Trace
 

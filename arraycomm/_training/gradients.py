@@ -16,12 +16,12 @@ from arraycomm._entries import entry
 from arraycomm._errors import naming
 from arraycomm._protocol.header import Settings
 from arraycomm._training.arithmetic import Operand, added, divided, operand_of, restored, widened
-from arraycomm._training.compression import Compression
-from arraycomm._training.compressor import Compressor
+from arraycomm._training.comparison.verification import Inputs, Look, Shows, Verification
+from arraycomm._training.compressed.compression import Compression
+from arraycomm._training.compressed.compressor import Compressor
 from arraycomm._training.numbered import NumberedGradients, Numbering, Where
 from arraycomm._training.rounds import Bucket, Leaves, Rounds
 from arraycomm._training.shards import Shards
-from arraycomm._training.verification import Inputs, Look, Shows, Verification
 from arraycomm._training.weighted import Block, HandOver, WeightedGradients
 from arraycomm._trees.fusion import TreeMemory
 from arraycomm._trees.leaves import check_leaf

@@ -14,7 +14,7 @@ from arraycomm._communicator import Communicator, group_of
 from arraycomm._errors import MismatchError
 from arraycomm._protocol.mismatch import name_ranks
 from arraycomm._together import raise_together
-from arraycomm._training.compression import Compression, allreduce_together
+from arraycomm._training.compressed.compression import Compression, allreduce_together
 from arraycomm._trees.pytrees import Flat, flatten
 
 # Bytes that are added up before they enter a digest.

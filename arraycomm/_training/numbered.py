@@ -11,7 +11,7 @@ from arraycomm._errors import MismatchError
 from arraycomm._protocol.agreement import Agreement
 from arraycomm._protocol.details import CallDetail, exchange_details
 from arraycomm._protocol.mismatch import by_ranks
-from arraycomm._training.verification import Shows, compare
+from arraycomm._training.comparison.verification import Shows, compare
 from arraycomm._transports.base import Steps
 from arraycomm._trees.fusion import TreeMemory
 from arraycomm._trees.reduce import AllreduceGradients

@@ -14,11 +14,11 @@ from arraycomm._protocol.agreement import Agreement
 from arraycomm._protocol.group import Options
 from arraycomm._protocol.header import digest
 from arraycomm._session import world
-from arraycomm._training.compression import Compression, check_argument, described
+from arraycomm._training.comparison.verification import DEFAULT_STEPS, Verification
+from arraycomm._training.compressed.compression import Compression, check_argument, described
 from arraycomm._training.gradients import Gradients
 from arraycomm._training.join import PrivateGuard
 from arraycomm._training.shards import Shards
-from arraycomm._training.verification import DEFAULT_STEPS, Verification
 from arraycomm._trees.reduce import DEFAULT_BUCKET_BYTES
 
 _ADAPTERS: Final = {

@@ -19,9 +19,9 @@ from arraycomm._communicator import Communicator, group_of, runner_of, trees_of
 from arraycomm._messages.matching import Status
 from arraycomm._messages.messages import TAGS, Messenger
 from arraycomm._protocol.header import Signature
+from arraycomm._training.comparison.verification import Shows, nothing_shown
 from arraycomm._training.join import PrivateGuard
 from arraycomm._training.numbered import NumberedGradients, Numbering
-from arraycomm._training.verification import Shows, nothing_shown
 
 
 class _PlaceGuard(PrivateGuard):
@@ -132,17 +132,7 @@ def hidden_dup(shared: Communicator) -> Communicator:
 
 
 class GradientCalls:
-    """The reduction of gradients on a communicator that nothing else uses.
-
-    Parameters
-    ----------
-    comm : Communicator
-        The optimizer's own.
-    op : str
-        "mean" or "sum" over ranks.
-    options : dict
-        The other arguments of `allreduce_gradients`.
-    """
+    """The reduction of gradients on a communicator that nothing else uses; see `Rounds`."""
 
     def __init__(self, comm: Communicator, op: str, options: dict[str, Any]) -> None:
         self.comm, self.op, self.options = comm, op, options

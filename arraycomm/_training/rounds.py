@@ -21,7 +21,7 @@ from arraycomm._protocol.agreement import Agreement
 from arraycomm._protocol.details import CallDetail, exchange_details
 from arraycomm._protocol.header import Signature
 from arraycomm._protocol.mismatch import by_ranks
-from arraycomm._training.verification import Shows, compare, nothing_shown
+from arraycomm._training.comparison.verification import Shows, compare, nothing_shown
 from arraycomm._transports.base import Steps
 from arraycomm._trees.fusion import Fusion, RecentFusions, TreeMemory
 from arraycomm._trees.layout import Spec

@@ -20,7 +20,7 @@ from arraycomm._protocol.agreement import Agreement, active
 from arraycomm._protocol.details import CallDetail
 from arraycomm._protocol.header import LeafSpec, Settings, Signature
 from arraycomm._training.arithmetic import multiplied, operand_of, widened
-from arraycomm._training.verification import Shows, compare, nothing_shown
+from arraycomm._training.comparison.verification import Shows, compare, nothing_shown
 from arraycomm._transports.base import Steps
 from arraycomm._trees.fusion import Fusion, TreeMemory
 from arraycomm._trees.leaves import NONE, Leaves, agreed_leaves, check_leaf, spec_of

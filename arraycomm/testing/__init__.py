@@ -2,10 +2,10 @@
 
 from typing import TYPE_CHECKING, Any
 
-from arraycomm.testing._array_case import ArrayCase
-from arraycomm.testing._rank_values import RankValues
-from arraycomm.testing._run import run
-from arraycomm.testing._schedule import Schedule
+from arraycomm.testing._arrays.array_case import ArrayCase
+from arraycomm.testing._arrays.rank_values import RankValues
+from arraycomm.testing._ranks.run import run
+from arraycomm.testing._ranks.schedule import Schedule
 
 if TYPE_CHECKING:
     from arraycomm.testing import conformance, strategies

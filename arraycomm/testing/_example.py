@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from arraycomm._communicator import Communicator
+from arraycomm.testing._arrays.rank_values import set_rank_count
 from arraycomm.testing._hypothesis import Record, recording
 from arraycomm.testing._internals import bcast_from_root
-from arraycomm.testing._rank_values import set_rank_count
-from arraycomm.testing._transfer import load
+from arraycomm.testing._ranks.transfer import load
 
 Test = Callable[..., Any]
 

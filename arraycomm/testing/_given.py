@@ -16,6 +16,7 @@ import hypothesis
 from hypothesis import strategies as st
 
 from arraycomm._errors import CommTimeoutError
+from arraycomm.testing._arrays.rank_values import set_rank_count
 from arraycomm.testing._example import Example
 from arraycomm.testing._failures import first_failure
 from arraycomm.testing._hypothesis import (
@@ -26,9 +27,8 @@ from arraycomm.testing._hypothesis import (
     replay,
     should_note,
 )
-from arraycomm.testing._rank_groups import RankGroup, group_of
-from arraycomm.testing._rank_values import set_rank_count
-from arraycomm.testing._transfer import dump
+from arraycomm.testing._ranks.rank_groups import RankGroup, group_of
+from arraycomm.testing._ranks.transfer import dump
 
 # The timeout after a first one, as a multiple of the slowest good example's seconds.
 _FACTOR: Final = 10.0
@@ -201,7 +201,7 @@ class _Given:
     def _group(self, args: tuple[Any, ...]) -> RankGroup:
         if self.world is None:
             return group_of(args)
-        from arraycomm.testing._plain_worlds import plain_group
+        from arraycomm.testing._ranks.plain_worlds import plain_group
 
         return plain_group(self.world)
 

@@ -29,7 +29,7 @@ from hypothesis.internal.escalation import current_pytest_item
 from hypothesis.reporting import current_reporter, with_reporter
 from hypothesis.strategies import DataObject, SearchStrategy
 
-from arraycomm.testing._transfer import dump
+from arraycomm.testing._ranks.transfer import dump
 
 __all__ = ["DataObject", "deterministic_PRNG", "should_note"]
 

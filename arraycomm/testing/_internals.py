@@ -15,10 +15,10 @@ from arraycomm._collectives.objects import BcastObject
 from arraycomm._communicator import Communicator, group_of, runner_of
 from arraycomm._cuda.devices import DeviceRequest, Devices
 from arraycomm._errors import CommunicatorClosedError
-from arraycomm._protocol.exit import remove_root
+from arraycomm._protocol.ends.exit import remove_root
+from arraycomm._protocol.ends.leaving import all_left, all_left_well, leave_in_step
 from arraycomm._protocol.group import Group, Options
-from arraycomm._protocol.leaving import all_left, all_left_well, leave_in_step
-from arraycomm._protocol.waiting import give_up_core
+from arraycomm._protocol.waits.waiting import give_up_core
 from arraycomm._transports.base import Steps, Transport
 
 

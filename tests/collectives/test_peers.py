@@ -12,7 +12,7 @@ import pytest
 
 import arraycomm as ac
 from arraycomm._communicator import Communicator
-from arraycomm._training.data import DistributedDataContainer
+from arraycomm._training.batches.data import DistributedDataContainer
 from tests.collectives.each_rank import each_rank_of
 from tests.support import internals
 

@@ -11,7 +11,7 @@ import arraycomm as ac
 from arraycomm._collectives import shared_arrays
 from arraycomm._communicator import Communicator
 from arraycomm._native import compiled
-from arraycomm.testing._frameworks import elements_of
+from arraycomm.testing._arrays.frameworks import elements_of
 from tests.collectives.each_rank import each_rank_of
 from tests.support import internals
 from tests.support.device import linked_devices

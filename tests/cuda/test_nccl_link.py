@@ -34,7 +34,7 @@ from arraycomm._cuda.nccl_link import NcclLink, refuse_sharing
 from arraycomm._cuda.staged_link import HostStagedLink
 from arraycomm._dtypes import BY_NAME, OPS, TABLE
 from arraycomm._errors import TransportError
-from arraycomm._protocol.waiting import wait_for
+from arraycomm._protocol.waits.waiting import wait_for
 from arraycomm._reduce import algorithms
 from arraycomm._transports.base import Blocks, Handle
 from tests.support.device import software_device

@@ -14,7 +14,7 @@ import numpy as np
 
 import arraycomm as ac
 from arraycomm import Communicator
-from arraycomm.testing._oracle import expected
+from arraycomm.testing._arrays.oracle import expected
 from tests.faults.programs import DTYPES, Call
 from tests.faults.values import ON_PURPOSE, Array, OnPurposeError, passes_nothing, values
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Final
 
-from arraycomm.testing._oracle import OPS, family
+from arraycomm.testing._arrays.oracle import OPS, family
 from tests.faults.drawing import EXACT, draw_call, draw_container, draw_draft, draw_optimizer
 from tests.faults.programs import (
     BLOCKING_ONLY,

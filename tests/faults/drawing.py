@@ -9,7 +9,7 @@ from dataclasses import replace
 from random import Random
 from typing import Final
 
-from arraycomm.testing._oracle import OPS, family
+from arraycomm.testing._arrays.oracle import OPS, family
 from tests.faults.programs import (
     BLOCKING_ONLY,
     CUSTOM,

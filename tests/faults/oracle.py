@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from arraycomm.testing._oracle import expected, same_result
+from arraycomm.testing._arrays.oracle import expected, same_result
 from tests.faults import above, optimizers
 from tests.faults.programs import CUSTOM, Call
 from tests.faults.values import Array, argument, counts_of, custom_op, passes_nothing

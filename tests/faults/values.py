@@ -12,7 +12,7 @@ import numpy as np
 # NumPy loads it when it is first used, for which a rank with too little memory has none.
 import numpy.random
 
-from arraycomm.testing._oracle import BOOL
+from arraycomm.testing._arrays.oracle import BOOL
 from tests.faults.programs import DTYPES, Call
 
 Array = np.ndarray[Any, Any]

@@ -88,7 +88,7 @@ HEADERS: Final = (
     ),
     Fault(
         "rank that left: the error for a rank that has ended names the rank after it",
-        "arraycomm/_protocol/watchdog.py",
+        "arraycomm/_protocol/waits/watchdog.py",
         "            rank=rank,\n            traceback=notice.text,",
         "            rank=(rank + 1) % self._control.size,\n            traceback=notice.text,",
         ("rank_that_leaves_is_an_error_on_the_others",),

@@ -6,8 +6,8 @@ from typing import Final
 
 from tests.planted.fault import Fault
 
-_ORDER: Final = "arraycomm/_training/order.py"
-_DATA: Final = "arraycomm/_training/data.py"
+_ORDER: Final = "arraycomm/_training/batches/order.py"
+_DATA: Final = "arraycomm/_training/batches/data.py"
 _METRICS: Final = "arraycomm/_training/metrics.py"
 _WEIGHTED: Final = "arraycomm/_training/weighted.py"
 _JOIN: Final = "arraycomm/_training/join.py"
@@ -66,7 +66,7 @@ DATA: Final = (
     ),
     Fault(
         "other rows of a tree: a batch of a tree of NumPy arrays has its rows in order of the data",
-        "arraycomm/_training/items.py",
+        "arraycomm/_training/batches/items.py",
         "        return array[index]",
         "        return array[np.sort(index)]",
         ("batches_of_a_tree_are_those_of_its_arrays",),
@@ -181,7 +181,7 @@ OPTIMIZERS: Final = (
     ),
     Fault(
         "residual dropped: what rounding loses is not added to the next gradient",
-        "arraycomm/_training/feedback.py",
+        "arraycomm/_training/compressed/feedback.py",
         "            lost = total - sent",
         "            lost = gradient - sent",
         ("feedback_loses_nothing_for_good",),

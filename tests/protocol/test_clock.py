@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from arraycomm import Communicator
-from arraycomm._protocol.clock import LONGEST_GAP, WaitClock
+from arraycomm._protocol.waits.clock import LONGEST_GAP, WaitClock
 from arraycomm.testing import run
 from tests.support import internals
 from tests.support.on_ranks import alone

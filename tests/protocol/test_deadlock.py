@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import arraycomm as ac
 from arraycomm import Communicator
-from arraycomm._protocol.deadlock import DeadlockWatch, WaitStatus, find_deadlock
+from arraycomm._protocol.waits.deadlock import DeadlockWatch, WaitStatus, find_deadlock
 from tests.collectives.each_rank import each_rank_of
 from tests.support import internals
 from tests.support.on_ranks import alone

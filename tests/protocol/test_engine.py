@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from arraycomm._errors import CommTimeoutError, CommunicatorClosedError, TransportError
-from arraycomm._protocol.waiting import wait_for
+from arraycomm._protocol.waits.waiting import wait_for
 from arraycomm._transports.threads import ThreadsTransport, make_group
 from tests.support import internals
 from tests.support.on_ranks import alone

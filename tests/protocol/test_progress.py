@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from arraycomm._native import compiled
-from arraycomm._protocol import progress
-from arraycomm._protocol.progress import ProgressThread
+from arraycomm._protocol.waits import progress
+from arraycomm._protocol.waits.progress import ProgressThread
 from arraycomm._transports.control import SharedControl
 from tests.support.on_ranks import alone
 

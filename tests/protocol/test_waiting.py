@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from arraycomm._communicator import Communicator
-from arraycomm._protocol import progress, waiting
+from arraycomm._protocol.waits import progress, waiting
 from arraycomm.testing import run
 from tests.support.on_ranks import alone
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from arraycomm import Communicator
-from arraycomm._protocol import still_waiting
+from arraycomm._protocol.waits import still_waiting
 from arraycomm.testing import run
 from tests.support.launcher import LAUNCHED, needs_mpiexec, run_python
 

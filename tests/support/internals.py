@@ -16,11 +16,11 @@ from arraycomm._collectives import fast_path, groups, shared_arrays
 from arraycomm._communicator import Communicator, group_of, runner_of
 from arraycomm._cuda.devices import DeviceRequest, Devices
 from arraycomm._native import compiled
-from arraycomm._protocol import clock, deadlock
-from arraycomm._protocol import exit as process_exit
-from arraycomm._protocol.deadlock import WaitReports, WaitStatus
+from arraycomm._protocol.ends import exit as process_exit
 from arraycomm._protocol.group import Group, Options
-from arraycomm._protocol.progress import ProgressThread
+from arraycomm._protocol.waits import clock, deadlock
+from arraycomm._protocol.waits.deadlock import WaitReports, WaitStatus
+from arraycomm._protocol.waits.progress import ProgressThread
 from arraycomm._reduce import segment as segments
 from arraycomm._transports import control as channels
 from arraycomm._transports.base import Blocks, Transport

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from arraycomm.testing._oracle import (
+from arraycomm.testing._arrays.oracle import (
     BOOL,
     CASES,
     COMPLEX,

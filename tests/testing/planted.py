@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from arraycomm.testing import _threads, given, per_rank
+from arraycomm.testing import given, per_rank
 from arraycomm.testing import strategies as ranked
+from arraycomm.testing._ranks import threads as _threads
 
 # Explaining a failure takes longer than finding it, and says nothing about ranks; neither does the
 # search for a second fault, of which most tests have none.

@@ -173,7 +173,8 @@ def test_rank_stuck_outside_python_ends_the_job() -> None:
 
 HOLDS = """
 import ctypes
-from arraycomm.testing import _lockstep, given
+from arraycomm.testing import given
+from arraycomm.testing._ranks import lockstep as _lockstep
 
 # Wait in vain for shorter times than usual.
 _lockstep.HOPELESS, _lockstep._LATER = 1.0, 2.0

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from arraycomm.testing._elements import random_elements
-from arraycomm.testing._oracle import CASES, FLOAT, NARROW, expected, same_bits, same_result
+from arraycomm.testing._arrays.elements import random_elements
+from arraycomm.testing._arrays.oracle import CASES, FLOAT, NARROW, expected, same_bits, same_result
 
 IDS = [f"{dtype.name}-{op}" for dtype, op in CASES]
 

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 import arraycomm as ac
-from arraycomm.testing import Schedule, _threads, run
+from arraycomm.testing import Schedule, run
+from arraycomm.testing._ranks import threads as _threads
 
 
 def test_results_come_by_rank() -> None:

@@ -16,9 +16,9 @@ from arraycomm._reduce import selection
 from arraycomm._transports.control import SharedControl
 from arraycomm._transports.notes import FAILED, FINISHED
 from arraycomm._transports.threads import make_group
-from arraycomm.testing import _schedule
-from arraycomm.testing._schedule import Baton, Schedule
-from arraycomm.testing._scheduled_transport import scheduled
+from arraycomm.testing._ranks import schedule as _schedule
+from arraycomm.testing._ranks.schedule import Baton, Schedule
+from arraycomm.testing._ranks.scheduled_transport import scheduled
 from tests.support import internals
 
 # Longer than any run here takes, many times over.

@@ -23,14 +23,14 @@ from hypothesis.errors import InvalidArgument
 
 from arraycomm._arrays.views import view
 from arraycomm._dtypes import OPS, TABLE, check_reducible
-from arraycomm.testing import _frameworks
 from arraycomm.testing import strategies as ranked
-from arraycomm.testing._dtypes import MOVABLE, dtype_of
-from arraycomm.testing._elements import as_array, specials
-from arraycomm.testing._frameworks import FRAMEWORKS, DLPackOnly
-from arraycomm.testing._layouts import LAYOUTS
-from arraycomm.testing._rank_values import rank_count, set_rank_count
-from arraycomm.testing._transfer import dump, load
+from arraycomm.testing._arrays import frameworks as _frameworks
+from arraycomm.testing._arrays.dtypes import MOVABLE, dtype_of
+from arraycomm.testing._arrays.elements import as_array, specials
+from arraycomm.testing._arrays.frameworks import FRAMEWORKS, DLPackOnly
+from arraycomm.testing._arrays.layouts import LAYOUTS
+from arraycomm.testing._arrays.rank_values import rank_count, set_rank_count
+from arraycomm.testing._ranks.transfer import dump, load
 from arraycomm.testing.strategies import ArrayCase, Layer, Pair, RankValues
 
 HERE = ranked.installed_frameworks()
@@ -196,7 +196,7 @@ def test_read_only_arrays_cannot_be_written(framework) -> None:
 KINDS = {
     "numpy": "numpy.ndarray",
     "buffer": "builtins.memoryview",
-    "dlpack": "arraycomm.testing._frameworks.DLPackOnly",
+    "dlpack": "arraycomm.testing._arrays.frameworks.DLPackOnly",
     "torch": "torch.Tensor",
     "jax": "jaxlib._jax.ArrayImpl",
     "array_api_strict": "array_api_strict._array_object.Array",
@@ -281,8 +281,8 @@ def test_frameworks_are_imported_by_the_first_build_alone() -> None:
     script = """
 import sys
 from arraycomm.testing import strategies
-from arraycomm.testing._frameworks import FRAMEWORKS
-from arraycomm.testing._rank_values import set_rank_count
+from arraycomm.testing._arrays.frameworks import FRAMEWORKS
+from arraycomm.testing._arrays.rank_values import set_rank_count
 from arraycomm.testing.strategies import ArrayCase
 import hypothesis
 set_rank_count(2)

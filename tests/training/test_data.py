@@ -15,7 +15,7 @@ import pytest
 
 import arraycomm as ac
 from arraycomm import DistributedDataContainer
-from arraycomm._training.order import order_of
+from arraycomm._training.batches.order import order_of
 from arraycomm._transports.threads import make_group
 from arraycomm.testing import run
 from tests.support import internals

@@ -10,7 +10,7 @@ import pytest
 
 import arraycomm as ac
 from arraycomm import Communicator, DistributedDataContainer
-from arraycomm._training import data
+from arraycomm._training.batches import data
 
 MATCHING: dict[str, Any] = {"shuffle": True, "seed": 3, "uneven": "exact"}
 

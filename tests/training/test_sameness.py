@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import arraycomm as ac
-from arraycomm._training.digests import block_sums, digest_of, sums_by_torch
+from arraycomm._training.comparison.digests import block_sums, digest_of, sums_by_torch
 from tests.support.on_ranks import SIZES
 
 torch: Any = pytest.importorskip("torch")

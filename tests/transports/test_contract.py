@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from arraycomm import Communicator
-from arraycomm._protocol.waiting import wait_for
+from arraycomm._protocol.waits.waiting import wait_for
 from arraycomm._transports.base import Blocks, Handle, Transport
 from arraycomm._transports.control import PAYLOAD
 from arraycomm._transports.notes import FAILED, GAVE_UP, GONE

@@ -12,7 +12,7 @@ import pytest
 import arraycomm as ac
 from arraycomm._communicator import Communicator
 from arraycomm._native import compiled
-from arraycomm._protocol.waiting import wait_for
+from arraycomm._protocol.waits.waiting import wait_for
 from arraycomm._reduce import algorithms, chain, chunks
 from arraycomm._training.rounds import Bucket, Place, Rounds
 from arraycomm._transports.base import Blocks, Steps, Transport

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from arraycomm._protocol.deadlock import WaitStatus
+from arraycomm._protocol.waits.deadlock import WaitStatus
 from arraycomm._transports.mpi import wait_replies
 from arraycomm._transports.mpi.wait_replies import ASKING, COLLECTING, WaitReplies
 from tests.support.on_ranks import alone

@@ -12,8 +12,8 @@ import numpy as np
 
 from arraycomm._arrays.buffer import Array
 from arraycomm._communicator import Communicator
-from arraycomm.testing._frameworks import DLPackOnly, elements_of, elements_to_write
-from arraycomm.testing._oracle import COMPLEX, FLOAT, NARROW, expected, same_result
+from arraycomm.testing._arrays.frameworks import DLPackOnly, elements_of, elements_to_write
+from arraycomm.testing._arrays.oracle import COMPLEX, FLOAT, NARROW, expected, same_result
 from arraycomm.testing.conformance._inputs import Reduction
 from arraycomm.testing.strategies import Layer
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from arraycomm._communicator import Communicator
 from arraycomm._errors import CommunicatorClosedError
 from arraycomm.testing import strategies as ranked
-from arraycomm.testing._frameworks import elements_of
+from arraycomm.testing._arrays.frameworks import elements_of
 from arraycomm.testing.conformance._checks import check_elements, check_fold, raises
 from arraycomm.testing.conformance._inputs import (
     Reduction,

@@ -19,12 +19,12 @@ from hypothesis.strategies import SearchStrategy as Strategy
 from arraycomm._arrays.buffer import Array
 from arraycomm._dtypes import OPS as ALL_OPS
 from arraycomm.testing import strategies as ranked
-from arraycomm.testing._array_case import ArrayCase
-from arraycomm.testing._dtypes import dtype_of
-from arraycomm.testing._layouts import LAYOUTS, Shape
-from arraycomm.testing._oracle import OPS, expected, family
-from arraycomm.testing._rank_values import RankValues, rank_count
-from arraycomm.testing._transfer import dump, load
+from arraycomm.testing._arrays.array_case import ArrayCase
+from arraycomm.testing._arrays.dtypes import dtype_of
+from arraycomm.testing._arrays.layouts import LAYOUTS, Shape
+from arraycomm.testing._arrays.oracle import OPS, expected, family
+from arraycomm.testing._arrays.rank_values import RankValues, rank_count
+from arraycomm.testing._ranks.transfer import dump, load
 
 T = TypeVar("T")
 

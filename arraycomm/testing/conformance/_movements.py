@@ -14,8 +14,8 @@ from arraycomm._communicator import Communicator
 from arraycomm._functions import allreduce_tree, synchronize
 from arraycomm._messages.matching import ANY_SOURCE, ANY_TAG, Status
 from arraycomm.testing import strategies as ranked
-from arraycomm.testing._frameworks import elements_of
-from arraycomm.testing._oracle import same_bits
+from arraycomm.testing._arrays.frameworks import elements_of
+from arraycomm.testing._arrays.oracle import same_bits
 from arraycomm.testing.conformance._checks import (
     check_copy,
     check_elements,

@@ -14,9 +14,9 @@ from arraycomm._communicator import Communicator
 from arraycomm._dtypes import OPS as ALL_OPS
 from arraycomm._dtypes import name_of
 from arraycomm.testing import strategies as ranked
-from arraycomm.testing._array_case import ArrayCase
-from arraycomm.testing._frameworks import elements_of, elements_to_write
-from arraycomm.testing._oracle import CASES, expected
+from arraycomm.testing._arrays.array_case import ArrayCase
+from arraycomm.testing._arrays.frameworks import elements_of, elements_to_write
+from arraycomm.testing._arrays.oracle import CASES, expected
 from arraycomm.testing.conformance._checks import (
     check_elements,
     check_like,

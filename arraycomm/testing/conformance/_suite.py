@@ -8,7 +8,7 @@ from typing import Any
 from arraycomm._communicator import Communicator
 from arraycomm._transports.base import Transport
 from arraycomm._transports.threads import make_group
-from arraycomm.testing._rank_groups import RankGroup, Threads, lockstep_over
+from arraycomm.testing._ranks.rank_groups import RankGroup, Threads, lockstep_over
 from arraycomm.testing.conformance._failures import FailureLaws
 from arraycomm.testing.conformance._groups import GroupLaws
 from arraycomm.testing.conformance._movements import MovementLaws

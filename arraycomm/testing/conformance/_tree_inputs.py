@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy as Strategy
 
 from arraycomm.testing import strategies as ranked
-from arraycomm.testing._oracle import OPS
-from arraycomm.testing._rank_values import RankValues
+from arraycomm.testing._arrays.oracle import OPS
+from arraycomm.testing._arrays.rank_values import RankValues
 from arraycomm.testing.conformance._inputs import (
     Arrays,
     Sealed,

@@ -15,8 +15,8 @@ from arraycomm._functions import allreduce_gradients, allreduce_tree, synchroniz
 from arraycomm._training.join import join
 from arraycomm._training.metrics import mean_metrics
 from arraycomm.testing import strategies as ranked
-from arraycomm.testing._frameworks import elements_of
-from arraycomm.testing._oracle import expected, same_bits
+from arraycomm.testing._arrays.frameworks import elements_of
+from arraycomm.testing._arrays.oracle import expected, same_bits
 from arraycomm.testing.conformance._checks import (
     check_copy,
     check_elements,

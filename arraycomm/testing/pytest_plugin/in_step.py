@@ -31,9 +31,9 @@ from arraycomm.testing._internals import (
     revive_world,
     world_is_closed,
 )
-from arraycomm.testing._interrupt import Interruption
-from arraycomm.testing._rank_links import Left
-from arraycomm.testing._threads import SLACK
+from arraycomm.testing._ranks.interrupt import Interruption
+from arraycomm.testing._ranks.rank_links import Left
+from arraycomm.testing._ranks.threads import SLACK
 from arraycomm.testing.pytest_plugin import counts
 from arraycomm.testing.pytest_plugin.job import END_OF_RUN, EndOfRun, Job, RunEndedError
 from arraycomm.testing.pytest_plugin.limits import GaveUp, Limit

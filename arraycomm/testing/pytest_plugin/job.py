@@ -16,10 +16,10 @@ from arraycomm._communicator import Communicator
 from arraycomm._errors import PeerError
 from arraycomm._launch import Launch
 from arraycomm._mpi_start import mpi_transport, refuse_other_launcher
-from arraycomm._protocol.meeting import seconds_of
+from arraycomm._protocol.ends.meeting import seconds_of
 from arraycomm._transports.base import Transport
 from arraycomm.testing._internals import LastStep, communicator_over, unmatched_messages
-from arraycomm.testing._rank_links import Left, RankLinks
+from arraycomm.testing._ranks.rank_links import Left, RankLinks
 from arraycomm.testing.pytest_plugin.warned import Recorded
 
 # What a rank tells that ends its run, with an `EndOfRun`.

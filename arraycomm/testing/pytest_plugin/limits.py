@@ -14,8 +14,8 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Final
 
-from arraycomm.testing._interrupt import Interruption, stack_of
-from arraycomm.testing._threads import RETRY
+from arraycomm.testing._ranks.interrupt import Interruption, stack_of
+from arraycomm.testing._ranks.threads import RETRY
 
 # Seconds after which an interrupted test must be stuck outside Python.
 _HOPELESS: Final = 1.6

@@ -23,7 +23,7 @@ from arraycomm._errors import CommTimeoutError
 from arraycomm._transports.threads import make_group
 from arraycomm.testing._failures import ON_RANK, first_failure, is_skip
 from arraycomm.testing._internals import communicator_over
-from arraycomm.testing._threads import SLACK, Events, RankThread, run_threads
+from arraycomm.testing._ranks.threads import SLACK, Events, RankThread, run_threads
 from arraycomm.testing.pytest_plugin import counts
 from arraycomm.testing.pytest_plugin.outcomes import show_rank
 from arraycomm_pytest import arguments_of

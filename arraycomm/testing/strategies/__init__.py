@@ -5,9 +5,9 @@ rank belong in the decorator of `arraycomm.testing.given`, which knows the numbe
 """
 
 from arraycomm.testing import _extra  # noqa: F401
-from arraycomm.testing._array_case import ArrayCase
-from arraycomm.testing._frameworks import installed_frameworks
-from arraycomm.testing._rank_values import RankValues
+from arraycomm.testing._arrays.array_case import ArrayCase
+from arraycomm.testing._arrays.frameworks import installed_frameworks
+from arraycomm.testing._arrays.rank_values import RankValues
 from arraycomm.testing.strategies._arrays import arrays, frameworks, layouts, rank_arrays
 from arraycomm.testing.strategies._dtypes import dtypes, ops, reductions
 from arraycomm.testing.strategies._elements import elements, shapes

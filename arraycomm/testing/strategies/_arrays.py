@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from hypothesis.errors import InvalidArgument
 from hypothesis.strategies import SearchStrategy as Strategy
 
-from arraycomm.testing._array_case import ArrayCase, check_among
-from arraycomm.testing._dtypes import dtype_name, dtype_of
-from arraycomm.testing._frameworks import FRAMEWORKS, installed_frameworks, layouts_of
-from arraycomm.testing._layouts import LAYOUTS, Shape
-from arraycomm.testing._rank_values import RankValues, rank_count
+from arraycomm.testing._arrays.array_case import ArrayCase, check_among
+from arraycomm.testing._arrays.dtypes import dtype_name, dtype_of
+from arraycomm.testing._arrays.frameworks import FRAMEWORKS, installed_frameworks, layouts_of
+from arraycomm.testing._arrays.layouts import LAYOUTS, Shape
+from arraycomm.testing._arrays.rank_values import RankValues, rank_count
 from arraycomm.testing.strategies._dtypes import NAMES
 from arraycomm.testing.strategies._elements import elements, shapes
 

@@ -9,7 +9,7 @@ from hypothesis.errors import InvalidArgument
 from hypothesis.strategies import SearchStrategy as Strategy
 
 from arraycomm._dtypes import OPS, TABLE, check_reducible
-from arraycomm.testing._dtypes import MOVABLE, dtype_name, dtype_of
+from arraycomm.testing._arrays.dtypes import MOVABLE, dtype_name, dtype_of
 
 # Examples shrink to the first of them.
 NAMES: Final = ("float32", *(row.name for row in TABLE if row.name != "float32"))

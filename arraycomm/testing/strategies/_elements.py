@@ -12,9 +12,15 @@ from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy as Strategy
 
 from arraycomm._dtypes import DType
-from arraycomm.testing._dtypes import dtype_name, dtype_of, field_dtypes, kind_letter, part_of
-from arraycomm.testing._elements import round_to, specials
-from arraycomm.testing._layouts import Shape
+from arraycomm.testing._arrays.dtypes import (
+    dtype_name,
+    dtype_of,
+    field_dtypes,
+    kind_letter,
+    part_of,
+)
+from arraycomm.testing._arrays.elements import round_to, specials
+from arraycomm.testing._arrays.layouts import Shape
 
 
 def shapes(*, large: bool = True) -> Strategy[Shape]:

@@ -7,7 +7,7 @@ from typing import TypeVar
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy as Strategy
 
-from arraycomm.testing._rank_values import RankValues, rank_count
+from arraycomm.testing._arrays.rank_values import RankValues, rank_count
 
 T = TypeVar("T")
 

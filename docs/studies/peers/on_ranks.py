@@ -95,7 +95,7 @@ class Recording:
 
     def __init__(self, world: Any, record: Path, smallest: int = 1) -> None:
         from arraycomm._communicator import Communicator
-        from arraycomm.testing._rank_groups import lockstep_over
+        from arraycomm.testing._ranks.rank_groups import lockstep_over
 
         self._inner = lockstep_over(Communicator.from_mpi(world, timeout=60.0))
         self._smallest, self._record = smallest, record

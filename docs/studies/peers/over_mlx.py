@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from arraycomm.testing._frameworks import elements_of
+from arraycomm.testing._arrays.frameworks import elements_of
 from docs.studies.peers.wrapper import Call, NotOfferedError
 
 _FUNCTIONS = {

@@ -16,7 +16,7 @@ import numpy as np
 
 from arraycomm._arrays.results import to_framework
 from arraycomm._arrays.views import view
-from arraycomm.testing._frameworks import elements_of
+from arraycomm.testing._arrays.frameworks import elements_of
 
 
 class NotOfferedError(AttributeError):

@@ -32,8 +32,9 @@ from arraycomm._callsite import describe_exception
 from arraycomm._communicator import Communicator
 from arraycomm._cuda import device
 from arraycomm._errors import BackendUnavailableError
-from arraycomm.testing import _frameworks, run
-from arraycomm.testing._oracle import NARROW
+from arraycomm.testing import run
+from arraycomm.testing._arrays import frameworks as _frameworks
+from arraycomm.testing._arrays.oracle import NARROW
 from tests.support import internals
 
 Array = np.ndarray[Any, Any]
@@ -222,7 +223,7 @@ def _torch(number: int) -> Framework:
 def _by_hypothesis(name: str) -> tuple[Callable[[Array], Any], Callable[[Any], Array]]:
     """Return what makes a framework's arrays on the host, of any dtype, and what reads them."""
     pytest.importorskip("hypothesis")
-    from arraycomm.testing._frameworks import FRAMEWORKS, elements_of
+    from arraycomm.testing._arrays.frameworks import FRAMEWORKS, elements_of
 
     return FRAMEWORKS[name].build, elements_of
 

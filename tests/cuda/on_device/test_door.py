@@ -15,7 +15,7 @@ from arraycomm._arrays.results import commit_out, to_framework, view_out
 from arraycomm._arrays.views import view
 from arraycomm._cuda import arrays
 from arraycomm._dtypes import BY_NAME, TABLE
-from arraycomm.testing import _frameworks
+from arraycomm.testing._arrays import frameworks as _frameworks
 from tests.cuda.on_device.conftest import spin
 
 cupy = pytest.importorskip("cupy")

@@ -1,0 +1,96 @@
+"""A thread that ends this process if nothing else would: the launcher died, or a call of MPI hangs.
+
+Some launchers end their ranks even if they are killed. Others do not, and then nobody could end the
+job. A rank that waits raises errors between its calls of MPI, but Open MPI may never return from
+one of these calls once a connection to another host has broken.
+"""
+
+from __future__ import annotations
+
+import _thread
+import os
+import select
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+from typing import Final
+
+from arraycomm import _transports
+from arraycomm._protocol.ends.launcher import Ancestor, find_launcher
+from arraycomm._protocol.waits import clock
+from arraycomm._transports.base import Handle
+from arraycomm._transports.mpi.files import remove_mpi_files
+
+# Seconds between two looks.
+_INTERVAL: Final = 1.0
+# The calls of MPI by which a rank polls return at once. One that takes so many seconds never
+# returns.
+_FOR_EVER: Final = 60.0
+# Seconds that a program has to act on the signal.
+_PATIENCE: Final = 10.0
+_TRANSPORTS: Final = str(Path(str(_transports.__file__)).parent)
+
+
+def start(*, over_mpi: bool) -> None:
+    """Begin to watch, if there is a launcher, or if this process communicates over MPI.
+
+    The thread is none of the `threading` module's, since it never communicates: no rank waits for
+    it.
+    """
+    launcher, ended = find_launcher(os.getppid()), select.poll()
+    if launcher is None and not over_mpi:
+        return
+    if launcher is not None and hasattr(os, "pidfd_open"):
+        with suppress(OSError):
+            # Readable once the process has ended; its number may go to another one.
+            ended.register(os.pidfd_open(launcher.pid), select.POLLIN)
+    with suppress(RuntimeError):
+        _thread.start_new_thread(_watch, (launcher, ended))
+
+
+def _watch(launcher: Ancestor | None, ended: select.poll) -> None:
+    """Look now and then, until this process has to end."""
+    looked, stuck = clock.last_look(), 0.0
+    while not ended.poll(1000 * _INTERVAL):
+        if (last := clock.last_look()) != looked or not _stuck_in_mpi():
+            looked, stuck = last, 0.0
+            continue
+        # Counted, and not measured: this process may have been stopped.
+        stuck += _INTERVAL
+        if stuck >= _FOR_EVER:
+            _end(f"a call of MPI has not returned for {_FOR_EVER:g} s", _stuck_in_mpi())
+    _end(f"the launcher has died ({launcher})")
+
+
+def _stuck_in_mpi() -> list[str]:
+    """Return the stack of a thread in which a handle polls MPI; empty if there is none."""
+    for frame in sys._current_frames().values():
+        if _polls(frame):
+            return traceback.format_stack(frame)
+    return []
+
+
+def _polls(frame: FrameType | None) -> bool:
+    while frame is not None and frame.f_code.co_filename.startswith(_TRANSPORTS):
+        if frame.f_code.co_name == Handle.done.__name__:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _end(reason: str, stack: Sequence[str] = ()) -> None:
+    """Do as launchers do: ask the process to end, and end it if it goes on."""
+    remove_mpi_files()
+    with suppress(Exception):
+        # Nobody may read it any more.
+        sys.stderr.write("".join([f"arraycomm: {reason}; so this rank ends\n", *stack]))
+        sys.stderr.flush()
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(_PATIENCE)
+    remove_mpi_files()
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,283 @@
+"""The watchdog: raises while a rank waits, if waiting on makes no sense.
+
+Another rank may have left, its process may have died, or it may not come in time. While a rank
+waits long, the watchdog reports to the others what it waits in, so that their errors can name it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Container, Sequence
+from typing import Any, Final, NamedTuple, ParamSpec, TypeVar
+
+from arraycomm._callsite import call_site
+from arraycomm._errors import CommTimeoutError, PeerError, TransportError
+from arraycomm._protocol.header import Headers
+from arraycomm._protocol.mismatch import how_left
+from arraycomm._protocol.waits import clock
+from arraycomm._protocol.waits.deadlock import DeadlockWatch, WaitStatus
+from arraycomm._protocol.waits.still_waiting import StillWaiting
+from arraycomm._transports.base import Transport
+from arraycomm._transports.notes import GAVE_UP, WELL, ExitNotice
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+# Seconds of waiting after which a rank reports it, and the parts of the timeout after which it asks
+# the ranks that it cannot see.
+_LONG_WAIT: Final = 0.1
+_ASK_AT: Final = (0.5, 0.9)
+# Seconds in which a message of a rank that has left still arrives.
+LAST_MESSAGE: Final = 0.5
+# The longest timeout, in seconds, with which a wait counts as one that ends by itself: other ranks
+# learn late that it has ended, and would take it for part of a deadlock.
+_SOON: Final = 5.0
+# Seconds in which a rank that waits beside one that has given up is likely to time out itself.
+_OWN_TIMEOUT: Final = 2.0
+# A rank that has waited for less, in seconds, when it sees that another has given up, has come
+# after that.
+_LATE: Final = 0.25
+
+
+def checked_timeout(timeout: Any) -> float | None:
+    """Return a number of seconds as it may be waited for, or None, which is for ever; or raise."""
+    if timeout is None:
+        return None
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
+        raise TypeError(f"timeout must be a number of seconds or None; got {timeout!r}")
+    if not timeout > 0:
+        raise ValueError(f"timeout must be positive, or None; got {timeout!r}")
+    return float(timeout)
+
+
+class MessageWait(NamedTuple):
+    """A wait for a message: with one of which ranks, what and where it is, and its own timeout."""
+
+    peers: Sequence[int]
+    doing: str
+    site: str
+    timeout: float | None
+
+
+class Watchdog:
+    """Watches the waits of one group on this rank."""
+
+    def __init__(
+        self, transport: Transport, name: str, timeout: float | None, deadlocks: DeadlockWatch
+    ) -> None:
+        self._transport = transport
+        self._control = transport.control
+        self._name = name
+        self._timeout = timeout
+        # The timeout of the call under way if it has one of its own, and when the call began.
+        self._limit: float | None = None
+        self._limited_at = 0.0
+        # The operation under way and its call site; no site for a call of the waiting thread.
+        self.current: tuple[str, str | None] = ("", None)
+        # Tells the other ranks of long waits, and finds those that are in vain.
+        self.deadlocks = deadlocks
+        self._still_waiting = StillWaiting(transport.control)
+        # How often the ranks that are missing were asked where they are.
+        self._asked = 0
+        # When a rank was first seen to have left because another had.
+        self._alone_since = 0.0
+        # When a rank was first seen to have given up.
+        self._given_up_since = 0.0
+
+    def limited(self, timeout: Any, prepare: Callable[P, T]) -> Callable[P, T]:
+        """Return `prepare` of a call that may wait so long, instead of as long as the group's.
+
+        It checks the timeout together with the call's arguments: the other ranks hear if it is
+        wrong.
+        """
+
+        def limited(*args: P.args, **kwargs: P.kwargs) -> T:
+            self._limit, self._limited_at = checked_timeout(timeout), clock.now()
+            return prepare(*args, **kwargs)
+
+        return limited
+
+    def unlimit(self) -> None:
+        """Let calls wait as long as the group's timeout says."""
+        self._limit = None
+
+    def check(self, waited: float) -> None:
+        """Raise if a rank has left or died, or if time is up; called during every wait."""
+        control, timeout = self._control, self._timeout
+        left = control.notes.exit_notices()
+        gone = [r for r, n in left.items() if n.step < control.step and n.state != GAVE_UP]
+        gone = gone or self._given_up(left, waited)
+        if gone:
+            # A rank that found a deadlock has told so before it left.
+            self.deadlocks.look(waited, control.missing, self._needed(), now=True)
+            self._check_left(gone, left)
+        if waited > _LONG_WAIT:
+            self.check_for_deaths()
+        if self._limit is not None:
+            # What is waited for first may have begun before this call.
+            timeout, waited = self._limit, min(waited, clock.now() - self._limited_at)
+        operation, site = self.current
+        self.report_or_ask(waited, operation, site, control.missing, timeout, self._needed())
+        if timeout is not None and waited > timeout:
+            raise CommTimeoutError(self._timeout_text(waited, timeout))
+
+    def _needed(self) -> Sequence[int] | None:
+        # A call with a timeout of its own ends by itself: it needs nobody.
+        return None if self._limit is None and not self._ends_soon else ()
+
+    @property
+    def _ends_soon(self) -> bool:
+        return self._timeout is not None and self._timeout <= _SOON
+
+    def _given_up(self, left: dict[int, ExitNotice], waited: float) -> list[int]:
+        """Return the ranks that gave up, if this one need not or cannot time out beside them."""
+        here, shared = self._control.step, self._control.shared
+        # In a step of messages, others may need what they have not passed on.
+        found = [r for r, n in left.items() if n.state == GAVE_UP and n.step < here + (not shared)]
+        if found and not self._given_up_since:
+            comes_late = waited < _LATE and any(left[rank].step < here for rank in found)
+            self._given_up_since = clock.now() - comes_late * _OWN_TIMEOUT
+        return found if found and clock.now() >= self._given_up_since + _OWN_TIMEOUT else []
+
+    def _check_left(self, gone: list[int], left: dict[int, ExitNotice]) -> None:
+        # Those that have left may have followed one that has died.
+        self.check_for_deaths(besides=left)
+        # A rank that has a traceback of its own, or none because it finished, is the cause; the
+        # others followed it. Their notices may come before the step that tells of it.
+        causes = [rank for rank in gone if left[rank].text or left[rank].state in WELL]
+        self._alone_since = self._alone_since or clock.now()
+        if not causes:
+            self.check_for_deaths()
+        outlives = self._transport.outlives
+        patience = max(self._transport.death_delay if outlives else 0.0, LAST_MESSAGE)
+        if causes or clock.now() > self._alone_since + patience:
+            cause = (causes or gone)[0]
+            raise self.peer_error(cause, left[cause])
+
+    def _timeout_text(self, waited: float, timeout: float) -> str:
+        missing = self._control.missing()
+        return (
+            f"waited {waited:.1f} s (timeout {timeout:g} s) in step {self._control.step} on rank "
+            f"{self._control.rank}; "
+            + ("; ".join(f"rank {r} is missing: it {self.last_seen(r)}" for r in missing))
+            + ("" if missing else "every rank had begun the call, but its data did not come")
+        )
+
+    def check_message(self, wait: MessageWait, waited: float) -> None:
+        """Raise if all have left to or from one of which a message is to go."""
+        peers = wait.peers
+        # Of several ranks any one would do.
+        certain = len(peers) == 1 and wait.timeout is None and not self._ends_soon
+        needed = peers if certain else ()
+        left = self._control.notes.exit_notices()
+        gone = [peer for peer in peers if peer in left]
+        if len(gone) == len(peers) and waited > LAST_MESSAGE:
+            self.deadlocks.look(waited, list, needed, now=True)
+            cause = next((peer for peer in gone if left[peer].text), gone[0])
+            raise self.peer_error(cause, left[cause])
+        if waited > _LONG_WAIT:
+            self.check_for_deaths()
+        timeout = wait.timeout or self._timeout
+        self.report_or_ask(waited, wait.doing, wait.site, lambda: list(peers), timeout, needed)
+
+    def check_message_timeout(self, wait: MessageWait, waited: float) -> None:
+        """Raise if time is up for a message: the group's, or that of its call."""
+        timeout = wait.timeout or self._timeout
+        if timeout is not None and waited > timeout:
+            seen = "; ".join(f"rank {peer} {self.last_seen(peer)}" for peer in wait.peers)
+            raise CommTimeoutError(
+                f"{wait.doing} at {wait.site}: waited {waited:.1f} s (timeout {timeout:g} s) on "
+                f"rank {self._control.rank}; {seen}"
+            )
+
+    # Deaths
+
+    def explain_failure(self, error: TransportError) -> None:
+        """Raise `PeerError` if an error of the transport is a rank's death; wait to learn of it."""
+        _raise_revoked(error)
+        self.check_for_deaths(self._transport.death_delay)
+
+    def check_for_deaths(self, patience: float = 0.0, besides: Container[int] = ()) -> None:
+        """Raise if another rank's process, none of `besides`, died and this one was let live."""
+        if not self._transport.outlives:
+            return
+        deadline = clock.now() + patience
+        try:
+            while not (dead := self._dead(besides)) and clock.now() < deadline:
+                time.sleep(LAST_MESSAGE / 50)
+        except TransportError as error:
+            _raise_revoked(error)
+            raise
+        if dead:
+            shrinks = self._transport.shrinks
+            raise PeerError(
+                f"rank {dead[0]} has died without a word; it {self.last_seen(dead[0])}"
+                + (". shrink() makes a communicator of the ranks that live" if shrinks else ""),
+                rank=dead[0],
+            )
+
+    def _dead(self, besides: Container[int]) -> list[int]:
+        return [rank for rank in self._transport.failed() if rank not in besides]
+
+    def peer_error(self, rank: int, notice: ExitNotice) -> PeerError:
+        """Return the error that tells how a rank left."""
+        return PeerError(
+            f"rank {rank} {how_left(notice.state)} and takes part no more; it "
+            f"{self.last_seen(rank)}" + (f"; its traceback:\n{notice.text}" if notice.text else ""),
+            rank=rank,
+            traceback=notice.text,
+        )
+
+    # Reports of waits
+
+    def report_or_ask(
+        self,
+        waited: float,
+        operation: str,
+        site: str | None,
+        missing: Callable[[], list[int]],
+        timeout: float | None,
+        needed: Sequence[int] | None = None,
+    ) -> None:
+        """In a long wait, report it to the other ranks, and ask those that are missing."""
+        if waited < _LONG_WAIT:
+            self._asked = 0
+            return
+        deadlocks = self.deadlocks
+        if deadlocks.status is None:
+            where = site or call_site()
+            deadlocks.begin(f"in {operation} at {where}, step {self._control.step} of {self._name}")
+            self._still_waiting.begin(operation, where)
+        for group in deadlocks.reports.groups:
+            group.control.notes.answer_requests()
+        deadlocks.look(waited, missing, needed)
+        if deadlocks.blocked:
+            self._still_waiting.look(waited, missing)
+        if timeout is not None and waited > timeout * _ASK_AT[min(self._asked, len(_ASK_AT) - 1)]:
+            self._asked += 1
+            if self._asked <= len(_ASK_AT):
+                self._control.notes.ask_wait_status(missing())
+
+    def withdraw(self) -> None:
+        """Take a report back: the wait is over."""
+        if self.deadlocks.status is not None:
+            self.deadlocks.end(in_vain=False)
+
+    def give_up(self, error: BaseException) -> None:
+        """Replace a report by what came of the wait: ranks that time out later still read it."""
+        self.deadlocks.end(in_vain=isinstance(error, CommTimeoutError))
+
+    def last_seen(self, rank: int) -> str:
+        """Return what another rank was last seen in, as the end of a sentence."""
+        status = WaitStatus.decode(self._control.notes.wait_status(rank))
+        if status is not None:
+            return str(status)
+        operation = Headers(self._control, 1).operation(rank) if self._control.step > 1 else ""
+        return f"was last seen in {operation}" if operation else "was not seen in any call so far"
+
+
+def _raise_revoked(error: TransportError) -> None:
+    if error.revoked:
+        raise PeerError(
+            "a rank has died, and another one has called shrink(): call it as well"
+        ) from error

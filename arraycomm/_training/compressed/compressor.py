@@ -1,0 +1,161 @@
+"""How the gradients of one optimizer are compressed: by a name, by error feedback, or by a hook."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any, Self
+
+from arraycomm._communicator import Communicator
+from arraycomm._training.compressed.compression import Compression, described
+from arraycomm._training.compressed.feedback import ErrorFeedback
+from arraycomm._training.compressed.states import States
+from arraycomm._training.hooks import Hook, HookResult, check_arrays
+from arraycomm._training.rounds import Leaves
+from arraycomm._trees.pytrees import Flat, flatten
+
+
+class Compressor:
+    """The compression of one optimizer, and what it remembers.
+
+    Parameters
+    ----------
+    compression : str, Compression or None
+        As passed to `DistributedOptimizer`.
+    comm : Communicator
+        The optimizer's own.
+    op : str
+        "mean" or "sum" over ranks.
+
+    Attributes
+    ----------
+    described : str
+        The compression, as the ranks compare it.
+    dtype : str or None
+        The `compression` of `allreduce_gradients`.
+    feedback : ErrorFeedback or None
+        What changes gradients before they are reduced.
+    hook : Hook or None
+        What reduces gradients in place of `allreduce_gradients`.
+    states : States or None
+        What either remembers of each parameter, unless that is in the optimizer's own state.
+    """
+
+    def __init__(self, compression: str | Compression | None, comm: Communicator, op: str) -> None:
+        self.described = described(compression)
+        self.dtype: str | None = None
+        self.feedback: ErrorFeedback | None = None
+        self.hook: Hook | None = None
+        self.states: States | None = None
+        if not isinstance(compression, Compression):
+            self.dtype = compression
+            return
+        self.states = States(compression)
+        # A subclass may reduce by itself.
+        if type(compression) is ErrorFeedback:
+            self.feedback, self.dtype = compression, compression.dtype
+        else:
+            self.hook = Hook(compression, comm, op)
+
+    def copy(self) -> Self:
+        """Return the compression of a copy of the optimizer."""
+        made = copy.copy(self)
+        made.states = self.states and self.states.copy()
+        return made
+
+    def check_outside_join(self) -> None:
+        """Raise, inside `join`, if an object compresses gradients."""
+        if self.states is not None:
+            raise ValueError(
+                "inside join gradients cannot be compressed by an object, since ranks without data "
+                f"have nothing to remember; got an optimizer with compression={self.described}; "
+                "pass a name "
+                'such as "bfloat16"'
+            )
+
+    def settle(self) -> None:
+        """Note that a reduction has succeeded: what it has changed is remembered."""
+        if self.states is not None:
+            self.states.settle()
+
+    def forget(self) -> None:
+        """Forget what a reduction that failed would have changed."""
+        if self.states is not None:
+            self.states.forget()
+
+    # Error feedback: what is sent is computed inside the call that reduces
+
+    def fed_back(self, leaves: Leaves) -> Leaves:
+        """Return what is sent for gradients, by number: with error feedback, not quite the same."""
+        return {number: self._fed_back(number, leaf) for number, leaf in leaves.items()}
+
+    def _fed_back(self, number: int, leaf: Any) -> Any:
+        if leaf is None or self.feedback is None or self.states is None:
+            return leaf
+        sent, state = self.feedback.compress(leaf, self.states.of(number, leaf))
+        self.states.note(number, leaf, state)
+        return sent
+
+    def fed_back_tree(self, tree: Any) -> Any:
+        """Return what is sent for the gradients of a tree; see `fed_back`."""
+        if self.feedback is None:
+            return tree
+        self.forget()
+        flat = flatten(tree)
+        check_arrays(self.feedback, flat)
+        sent = self.fed_back(dict(enumerate(flat.leaves)))
+        return flat.rebuild([sent[number] for number in range(len(sent))])
+
+    def fed_back_with(self, leaves: Sequence[Any], states: Sequence[Any]) -> list[tuple[Any, Any]]:
+        """Return what is sent for each gradient, and its new state, given the states."""
+        assert self.feedback is not None
+        _check_states(leaves, states)
+        return [
+            (None, state) if leaf is None else self.feedback.compress(leaf, state)
+            for leaf, state in zip(leaves, states, strict=True)
+        ]
+
+    # Hooks: they reduce by themselves
+
+    def reduce(self, leaves: Leaves) -> Leaves:
+        """Reduce gradients that all ranks have, by their numbers, with the hook; collective."""
+        assert self.hook is not None
+        assert self.states is not None
+        result = self.hook.reduce(leaves, self.states.of)
+        self._remember(leaves, result)
+        return result.reduced
+
+    def reduce_tree(self, make: Callable[[], Flat]) -> Any:
+        """Reduce the tree that `make` returns with the hook; collective."""
+        assert self.hook is not None
+        assert self.states is not None
+        flat, result = self.hook.reduce_tree(make, self.states.of)
+        self._remember(dict(enumerate(flat.leaves)), result)
+        return flat.rebuild([result.reduced.get(number) for number in range(len(flat.leaves))])
+
+    def reduce_with(self, leaves: Sequence[Any], states: Sequence[Any]) -> tuple[Any, Any]:
+        """Reduce gradients with the hook, given their states; return both anew; collective."""
+        assert self.hook is not None
+
+        def make() -> Flat:
+            _check_states(leaves, states)
+            return flatten(list(leaves))
+
+        _, result = self.hook.reduce_tree(make, lambda number, _: states[number])
+        reduced = [result.reduced.get(number) for number in range(len(leaves))]
+        return reduced, tuple(result.states.get(n, state) for n, state in enumerate(states))
+
+    def _remember(self, leaves: Leaves, result: HookResult) -> None:
+        assert self.states is not None
+        for number, state in result.states.items():
+            self.states.note(number, leaves[number], state)
+        self.states.settle()
+
+
+def _check_states(leaves: Sequence[Any], states: Sequence[Any]) -> None:
+    if len(leaves) != len(states):
+        raise ValueError(
+            "DistributedOptimizer: gradients must have the structure of the parameters that the "
+            f"state was made of, {len(states)} leaves; got {len(leaves)}; make the state anew, "
+            "with init"
+        )

@@ -1,0 +1,191 @@
+"""Transports whose ranks run as a schedule says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final, cast
+
+from arraycomm._transports.base import Blocks, Bytes, Handle, Transport
+from arraycomm._transports.control import ControlChannel
+from arraycomm._transports.notes import Notes
+from arraycomm.testing._ranks.schedule import Baton, Schedule
+
+# No count of changes: the handle has not been polled yet.
+_NEVER: Final = -1
+
+
+def scheduled(
+    links: Sequence[Transport], schedule: Schedule | int
+) -> tuple[list[Transport], Baton]:
+    """Return transports over `links` whose ranks run in the order of a schedule, and their baton.
+
+    Parameters
+    ----------
+    links : sequence of Transport
+        The transports of one group of threads, in rank order.
+    schedule : Schedule or int
+        The schedule, or its seed.
+
+    Returns
+    -------
+    list of Transport
+        One for each rank. Transports that are split from them share the baton.
+    Baton
+        Each rank's thread has to `enter` and `leave` it.
+    """
+    if not isinstance(schedule, Schedule):
+        schedule = Schedule(schedule)
+    baton = Baton(len(links), schedule)
+    return [_ScheduledLink(link, baton, rank) for rank, link in enumerate(links)], baton
+
+
+class _ScheduledHandle:
+    """A movement or step, with switch points at which it is polled and finished."""
+
+    def __init__(self, handle: Handle, baton: Baton, player: int, point: str) -> None:
+        self._handle, self._baton, self._player = handle, baton, player
+        self._polled, self._finished = f"{point} polled", f"{point} finished"
+        self._in_vain = _NEVER
+
+    def done(self) -> bool:
+        self._baton.poll(self._player, self._polled, self._in_vain)
+        if not self._handle.done():
+            self._in_vain = self._baton.changes
+            return False
+        # Other ranks may run far ahead before this rank reads what has arrived.
+        self._baton.switch(self._player, self._finished)
+        return True
+
+
+class _ScheduledControl(ControlChannel):
+    """A control channel with switch points; all other attributes are those of the one it wraps."""
+
+    def __init__(self, control: ControlChannel, baton: Baton, player: int) -> None:
+        self._control, self._baton, self._player = control, baton, player
+        self._step = _ScheduledHandle(control, baton, player, "step")
+        self.shared = control.shared
+        self.notes = cast(Notes, _ScheduledNotes(control, baton, player))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._control, name)
+
+    @property
+    def step(self) -> int:
+        return self._control.step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self._control.step = step
+
+    @property
+    def completed(self) -> int:
+        return self._control.completed
+
+    @completed.setter
+    def completed(self, step: int) -> None:
+        self._control.completed = step
+
+    def post(self, nbytes: int | None = None) -> None:
+        self._baton.switch(self._player, "post")
+        self._baton.fail_by_chance(self._player, "post")
+        self._control.post(nbytes)
+
+    def done(self) -> bool:
+        return self._step.done()
+
+    def missing(self) -> list[int]:
+        return self._control.missing()
+
+    def close(self) -> None:
+        self._control.close()
+
+
+class _ScheduledNotes:
+    """Notes with a switch point; all else is that of the control channel's own."""
+
+    def __init__(self, control: ControlChannel, baton: Baton, player: int) -> None:
+        self._control, self._baton, self._player = control, baton, player
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._control.notes, name)
+
+    def announce_exit(self, state: int, completed: int, text: str) -> None:
+        try:
+            self._baton.switch(self._player, "leave")
+        finally:
+            # Whatever ends the wait, since the other ranks wait for this notice.
+            self._control.notes.announce_exit(state, completed, text)
+
+
+class _ScheduledLink(Transport):
+    """A transport with switch points; `player` is its rank in the outermost group."""
+
+    threaded = False
+
+    def __init__(self, link: Transport, baton: Baton, player: int) -> None:
+        self._link, self._baton, self._player = link, baton, player
+        self.name, self.rank, self.size = link.name, link.rank, link.size
+        self.local_rank, self.local_size = link.local_rank, link.local_size
+        self.mpi_comm, self.spins = link.mpi_comm, link.spins
+        self.control = _ScheduledControl(link.control, baton, player)
+        # For each probe, the count of changes at which it found nothing.
+        self._in_vain: dict[tuple[int | None, range], int] = {}
+
+    def alltoall(self, send: Blocks, recv: Blocks) -> Handle:
+        return self._start("alltoall", lambda: self._link.alltoall(send, recv))
+
+    def allgather(self, recv: Blocks) -> Handle:
+        return self._start("allgather", lambda: self._link.allgather(recv))
+
+    def gather(self, send: Bytes, recv: Blocks | None, root: int) -> Handle:
+        return self._start("gather", lambda: self._link.gather(send, recv, root))
+
+    def scatter(self, send: Blocks | None, recv: Bytes, root: int) -> Handle:
+        return self._start("scatter", lambda: self._link.scatter(send, recv, root))
+
+    def bcast(self, buffer: Bytes, root: int) -> Handle:
+        return self._start("bcast", lambda: self._link.bcast(buffer, root))
+
+    def send(self, buffer: Bytes, dest: int, tag: int) -> Handle:
+        return self._start("send", lambda: self._link.send(buffer, dest, tag))
+
+    def recv(self, buffer: Bytes, source: int, tag: int) -> Handle:
+        return self._start("recv", lambda: self._link.recv(buffer, source, tag))
+
+    def probe(self, source: int | None, tags: range) -> tuple[int, int] | None:
+        self._baton.poll(self._player, "probe polled", self._in_vain.get((source, tags), _NEVER))
+        found = self._link.probe(source, tags)
+        self._in_vain[source, tags] = self._baton.changes if found is None else _NEVER
+        return found
+
+    def _start(self, movement: str, start: Callable[[], Handle]) -> Handle:
+        self._baton.switch(self._player, movement)
+        self._baton.fail_by_chance(self._player, movement)
+        return _ScheduledHandle(start(), self._baton, self._player, movement)
+
+    def split(self, color: int | None, members: Sequence[int]) -> Transport | None:
+        self._baton.switch(self._player, "split")
+        link = self._link.split(color, members)
+        return None if link is None else _ScheduledLink(link, self._baton, self._player)
+
+    def free(self) -> None:
+        self._baton.switch(self._player, "free")
+        self._link.free()
+
+    def nodes(self) -> Sequence[int]:
+        return self._link.nodes()
+
+    def offer_memory(self, nbytes: int) -> str:
+        return self._link.offer_memory(nbytes)
+
+    def open_memory(self, name: str, nbytes: int) -> Bytes | None:
+        return self._link.open_memory(name, nbytes)
+
+    def close_memory(self, name: str) -> None:
+        self._link.close_memory(name)
+
+    def progress(self) -> None:
+        self._link.progress()
+
+    def abort(self, code: int) -> None:
+        self._link.abort(code)
