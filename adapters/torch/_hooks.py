@@ -16,6 +16,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -166,9 +167,8 @@ class BackwardReducer:
 
     def _finish_rounds(self, backward: Backward) -> None:
         try:
-            self._rounds.run(backward.place, backward.requests, backward)
-            while backward.late:
-                backward.late = False
+            place = replace(backward.place, pending=backward.late)
+            if self._rounds.run(place, backward.requests, backward):
                 self._rounds.run(self._gradients.rounds.place, [])
         finally:
             self._parameters.forget_sent()

@@ -32,8 +32,11 @@ class BucketRounds:
         bucket = self._buckets.all[len(backward.requests)]
         backward.requests.append(self._start(bucket, backward.place))
 
-    def run(self, place: Any, requests: list[Any], backward: Backward | None = None) -> None:
-        """Reduce all buckets, of which `requests` are under way."""
+    def run(self, place: Any, requests: list[Any], backward: Backward | None = None) -> bool:
+        """Reduce all buckets, of which `requests` are under way.
+
+        Return whether any rank has gradients that came after their reduction had begun.
+        """
         buckets = self._buckets.all
         if requests:
             requests += [self._start(bucket, place) for bucket in buckets[len(requests) :]]
@@ -44,6 +47,8 @@ class BucketRounds:
         for reduced in every:
             self._parameters.settle(reduced.leaves)
         self._finish(place, backward)
+        # The last bucket is never started before the end of the pass.
+        return any(other.pending and not other.stepping for other in every[-1].places)
 
     def _finish(self, place: Any, backward: Backward | None) -> None:
         self._gradients.rounds.finish_round(place)

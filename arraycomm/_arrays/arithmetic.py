@@ -16,22 +16,28 @@ from arraycomm._arrays.buffer import type_name
 # What a class defines to take part in the arithmetic of NumPy's arrays, or of torch's tensors.
 _OF_NUMPY: Final = ("__array_ufunc__", "__array_function__")
 _OF_TORCH: Final = "__torch_function__"
-# Of torchvision: its classes say what a tensor shows, and compute as tensors.
-_KNOWN: Final = frozenset(("torch", "torchvision"))
+# Their classes compute as plain arrays do: torchvision's say what a tensor shows, and JAX's, which
+# eager programs leave behind, carry its own dtype.
+_KNOWN: Final = frozenset(("torch", "torchvision", "jax"))
 
 
 def numpy_subclass_has_own(kind: type) -> bool:
     """Return whether a subclass of NumPy's arrays has arithmetic of its own."""
-    return any(getattr(kind, name) is not getattr(np.ndarray, name) for name in _OF_NUMPY)
+    own = any(getattr(kind, name) is not getattr(np.ndarray, name) for name in _OF_NUMPY)
+    return own and not _is_known(kind)
 
 
 def torch_subclass_has_own(kind: type) -> bool:
     """Return whether a subclass of torch's tensors has arithmetic of its own."""
     torch: Any = sys.modules["torch"]
-    if kind.__module__.partition(".")[0] in _KNOWN:
+    if _is_known(kind):
         return False
     # Torch has a parameter's results be plain tensors.
     return _function(kind) not in map(_function, (torch.Tensor, torch.nn.Parameter))
+
+
+def _is_known(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] in _KNOWN
 
 
 def _function(kind: Any) -> Any:

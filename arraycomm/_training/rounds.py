@@ -50,7 +50,8 @@ class Place:
     worked : bool
         Whether it has reduced gradients of a backward pass of its own in this step.
     pending : bool
-        Whether it is in `step()` with gradients that no backward pass has reduced.
+        Whether it has gradients that are still to be reduced: in `step()` those of no backward
+        pass, at the end of a pass those that came after their reduction had begun.
     replaced : bool
         Whether it is in `step()` with reduced gradients that were replaced by others.
     changed : bool

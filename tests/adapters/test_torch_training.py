@@ -150,7 +150,7 @@ def checkpointed(reentrant: bool) -> Loop:
 
 
 def checkpointed_later(model: Any, optimizer: Any, batches: Iterator[Batch]) -> None:
-    """When buckets are known already, of which some are under way before the checkpoint runs."""
+    """Buckets are known already, and under way before the checkpoint runs, on some ranks too early."""
     plain(model, optimizer, itertools.islice(batches, 1))
     checkpointed(True)(model, optimizer, batches)
 
@@ -191,8 +191,8 @@ def by_two(model: Any, optimizer: Any, batches: Iterator[Batch]) -> None:
 
 # Beside what drawn loops below consist of.
 LOOPS: list[Loop] = [
-    *(scaling, checkpointed(False), checkpointed(True), unfreezing, growing, by_two),
-    checkpointed_later,
+    *(scaling, checkpointed_later, checkpointed(False), checkpointed(True)),
+    *(unfreezing, growing, by_two),
 ]
 
 OPTIMIZERS: dict[str, Callable[[Any], Any]] = {

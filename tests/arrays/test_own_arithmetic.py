@@ -89,8 +89,10 @@ def test_arithmetic_of_ones_own_is_refused_by_name(kind: str, call: str) -> None
 
 
 def test_subclasses_without_arithmetic_are_taken() -> None:
-    torch = pytest.importorskip("torch")
+    torch, literals = map(pytest.importorskip, ("torch", "jax._src.literals"))
     kinds = [
+        # What JAX makes of NumPy's arrays in eager programs, as of a model's parameters.
+        literals.TypedNdArray(np.ones(3)),
         np.ones(3).view(Named),
         np.rec.array(np.ones(3)),
         torch.nn.Buffer(torch.ones(3)),

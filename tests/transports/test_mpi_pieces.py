@@ -50,7 +50,8 @@ class _Request:
 
 class _Lane(mpi_pieces.Lane):
     def __init__(self, count: int, before: _Lane | None = None) -> None:
-        super().__init__(count, before)
+        nothing = np.empty(0, np.uint8)
+        super().__init__(None, (0, 0), nothing, nothing, count, before)
         self.requests: list[tuple[_Request, _Request]] = []
 
     @property

@@ -16,7 +16,7 @@ from mpi4py import MPI
 from arraycomm._transports.base import Blocks, Bytes, Handle
 from arraycomm._transports.mpi.failures import translated
 from arraycomm._transports.mpi.movement import Messages, Requests
-from arraycomm._transports.mpi.pieces import Lane, MessageLane, Pieces
+from arraycomm._transports.mpi.pieces import Lane, Pieces
 from arraycomm._transports.mpi.routes import Places
 
 # The control channel has the tag 0. What two ranks send one another begins in the order of the
@@ -109,7 +109,7 @@ class DirectMessages:
             self._receive(requests, into, peer, _TAG)
             self._send(requests, block, peer, _TAG)
             return
-        lane = MessageLane(self._comm, (peer, _TAG), into, block, count, before)
+        lane = Lane(self._comm, (peer, _TAG), into, block, count, before)
         try:
             lane.begin()
         except MPI.Exception as error:

@@ -13,7 +13,6 @@ processor would have to act.
 
 from __future__ import annotations
 
-import abc
 from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import chain, zip_longest
@@ -80,21 +79,37 @@ def cut(memory: Bytes, count: int) -> list[Bytes]:
     return [memory[i:j] for i, j in zip(bounds, [*bounds[1:], len(memory)], strict=True)]
 
 
-class Lane(abc.ABC):
-    """The pieces between this rank and another one, as many each way.
+class Lane:
+    """The pieces between this rank and another one, as many each way; what is empty is not sent.
 
     If it has the messages of a lane `before` for its own, it begins when that one has begun all of
     its pieces.
     """
 
-    def __init__(self, count: int, before: Lane | None = None) -> None:
+    def __init__(
+        self,
+        comm: MPI.Intracomm,
+        to: tuple[int, int],
+        into: Bytes,
+        block: Bytes,
+        count: int,
+        before: Lane | None,
+    ) -> None:
+        self._comm, self._to = comm, to
+        self._into, self._out = cut(into, count), cut(block, count)
         self._count, self._begun, self._before = count, 0, before
         self._receives: deque[MPI.Request] = deque()
         self._sends: list[MPI.Request] = []
 
-    @abc.abstractmethod
     def start(self, number: int) -> Requests:
         """Begin a piece each way."""
+        into, out = self._into[number], self._out[number]
+        received, sent = MPI.Request(), MPI.Request()
+        if len(into):
+            received = self._comm.Irecv([into, MPI.BYTE], *self._to)
+        if len(out):
+            sent = self._comm.Isend([out, MPI.BYTE], *self._to)
+        return received, sent
 
     @property
     def begun(self) -> bool:
@@ -130,32 +145,6 @@ class Lane(abc.ABC):
                 return False
             self._sends.pop()
         return True
-
-
-class MessageLane(Lane):
-    """Pieces of messages with a rank; what is empty is not sent."""
-
-    def __init__(
-        self,
-        comm: MPI.Intracomm,
-        to: tuple[int, int],
-        into: Bytes,
-        block: Bytes,
-        count: int,
-        before: Lane | None,
-    ) -> None:
-        super().__init__(count, before)
-        self._comm, self._to = comm, to
-        self._into, self._out = cut(into, count), cut(block, count)
-
-    def start(self, number: int) -> Requests:
-        into, out = self._into[number], self._out[number]
-        received, sent = MPI.Request(), MPI.Request()
-        if len(into):
-            received = self._comm.Irecv([into, MPI.BYTE], *self._to)
-        if len(out):
-            sent = self._comm.Isend([out, MPI.BYTE], *self._to)
-        return received, sent
 
 
 def prepared(received: Sequence[MPI.Prequest], sent: Sequence[MPI.Prequest]) -> Prepared:
