@@ -89,7 +89,9 @@ class TestRanks:
             "if comm.rank == 1: os._exit(0)\n"
             "time.sleep(30)"
         )
-        assert main(["run", "-n", "2", "-c", program]) != 0
+        # It does not always say so.
+        for _ in range(3):
+            assert main(["run", "-n", "2", "-c", program]) != 0
         said = capfd.readouterr().err
         left = "rank 0 had not ended when another rank left"
         assert is_open_mpi() or "Killed" in said or left in said

@@ -10,7 +10,7 @@ import traceback
 
 from arraycomm._errors import CommTimeoutError
 
-_HERE = os.path.dirname(__file__) + os.sep
+_TESTING = os.path.dirname(os.path.dirname(__file__)) + os.sep
 # From where pytest calls tests and fixtures.
 _PYTEST = tuple(os.path.join("_pytest", name) for name in ("python.py", "fixtures.py"))
 
@@ -67,4 +67,4 @@ def stack_of(ident: int) -> str:
 
 
 def _calls_user(filename: str) -> bool:
-    return filename.startswith(_HERE) or filename.endswith(_PYTEST)
+    return filename.startswith(_TESTING) or filename.endswith(_PYTEST)

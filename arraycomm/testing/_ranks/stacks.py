@@ -14,8 +14,11 @@ from typing import Final, NamedTuple
 
 _SIGNAL: Final = getattr(signal, "SIGRTMAX", signal.SIGUSR2 + 4) - 4
 # Below these a test runs.
-_CALLERS: Final = ("_example.py", "_plain_worlds.py")
-_RUNS: Final = tuple(os.path.join(os.path.dirname(__file__), name) for name in _CALLERS)
+_RANKS: Final = os.path.dirname(__file__)
+_RUNS: Final = (
+    os.path.join(os.path.dirname(_RANKS), "_example.py"),
+    os.path.join(_RANKS, "plain_worlds.py"),
+)
 # Seconds in which a process that has been asked writes its stack.
 _WRITING: Final = 0.3
 

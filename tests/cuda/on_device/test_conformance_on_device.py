@@ -22,7 +22,7 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("device" if _before != "properties" else _before)
 
 from arraycomm import Communicator  # noqa: E402
-from arraycomm.testing import _frameworks  # noqa: E402
+from arraycomm.testing._arrays import frameworks as _frameworks  # noqa: E402
 from arraycomm.testing.conformance import Conformance  # noqa: E402
 from tests.cuda.on_device.conftest import LAUNCH, Job  # noqa: E402
 
