@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import numpy as np
 
@@ -16,14 +16,18 @@ from arraycomm._transports.control import SharedControl
 _MOST: Final = 1024
 
 
-class FastPath(Protocol):
-    """A prepared call. It returns the result, or None if the call has to be made in full."""
+class FastPath:
+    """A prepared call. It returns the result, or None if the call has to be made in full.
+
+    One of this class itself stands for calls that have none, so that nobody looks again.
+    """
 
     def __call__(self, *args: Any) -> Any:
         """Make the call."""
 
     def count(self) -> Count | None:
         """Return what this path has done so far, unless it is counted elsewhere."""
+        return None
 
     def free(self) -> None:
         """Give back what the transport keeps for it; no call is made afterwards."""

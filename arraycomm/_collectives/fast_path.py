@@ -17,6 +17,7 @@ import numpy as np
 from arraycomm._arrays.buffer import Array, BufferView, allocate
 from arraycomm._arrays.results import allocate_like, commit_out, to_framework, view_out
 from arraycomm._arrays.views import view
+from arraycomm._calls.fast_paths import FastPath
 from arraycomm._calls.placement import Destination
 from arraycomm._calls.runner import Runner
 from arraycomm._calls.statistics import Count
@@ -57,7 +58,8 @@ def keep(runner: Runner, key: tuple[Any, ...], x: Any, op: str, note: str = "") 
         if len(source.shape) > MAX_DIMS or (source.copied and not large):
             return
         if source.copied:
-            paths.keep(key, NoFastPath())
+            # It would be copied each time to see that.
+            paths.keep(key, FastPath())
         elif large:
             paths.keep(key, LargeAllreduce(runner, op, source, note))
         else:
@@ -67,20 +69,7 @@ def keep(runner: Runner, key: tuple[Any, ...], x: Any, op: str, note: str = "") 
                 paths.repeats.remember(op, path.exchange)
 
 
-class NoFastPath:
-    """Marks large arrays that cannot be read in place, so that none is copied just to see that."""
-
-    def __call__(self, x: Any, out: Any) -> None:
-        """Have the call made in full."""
-
-    def count(self) -> None:
-        """Count nothing."""
-
-    def free(self) -> None:
-        """Do nothing."""
-
-
-class FastAllreduce:
+class FastAllreduce(FastPath):
     """`allreduce` of one op, dtype and shape; see `FastPath`."""
 
     def __init__(
@@ -129,9 +118,6 @@ class FastAllreduce:
         """Raise on every rank if calls differ; go on if arrays are on devices elsewhere."""
         agreeing = agree(self._control, self._signature)
         out[...] = self._runner.settle(agreeing, Allreduce, x, self._op, None)
-
-    def free(self) -> None:
-        """Do nothing: its memory goes with it."""
 
 
 class SmallAllreduce(FastAllreduce):

@@ -12,6 +12,7 @@ from typing import Any, Final, NamedTuple, Protocol
 import numpy as np
 
 from arraycomm._arrays.buffer import Array
+from arraycomm._calls.fast_paths import FastPath
 from arraycomm._calls.statistics import Statistics
 from arraycomm._dtypes import DType
 from arraycomm._messages import envelopes
@@ -44,7 +45,7 @@ class Rest(Protocol):
         """Read a message whose envelope has come."""
 
 
-class FastExchange:
+class FastExchange(FastPath):
     """`sendrecv` of one key; see `FastPath`."""
 
     def __init__(self, group: Group, statistics: Statistics, rest: Rest, key: Key) -> None:
@@ -113,9 +114,6 @@ class FastExchange:
             return self._taken(out, status)
         key, receiving = self._key, self._receive(pair.received, out, status)
         return self._rest.go_on(pair.sent, receiving, key.dest, key.source, key.tag)
-
-    def count(self) -> None:
-        """Count nothing: each call is counted as a send and as a receive."""
 
     def free(self) -> None:
         """Give back what the transport keeps for it; no call is made afterwards."""
