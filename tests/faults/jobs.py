@@ -153,7 +153,7 @@ def _marked(mark: str) -> list[int]:
     return found
 
 
-def _left_files(began: float, patience: float = 20.0) -> int:
+def _left_files(began: float, patience: float = 60.0) -> int:
     """Return how many files of shared memory were made since, and keep a name.
 
     Other jobs that run meanwhile make files as well; theirs have a name for a moment only, or, on a busy machine, for seconds.
