@@ -360,8 +360,6 @@ _NODES = [
     [0, 1, 2, 3, 4, 5, 6],
 ]
 _COUNTS = st.sampled_from([0, 1, 2, 33, 250, 300, 700])
-
-
 _Step = tuple[int, list[int], int | None, float, int]
 
 
@@ -417,6 +415,25 @@ def test_messages_are_few(nodes: int, rounds: int, monkeypatch: pytest.MonkeyPat
             assert len(cluster.wire.lengths) == nodes * rounds
             elements = nodes * (nodes - 1) * 2 * 4 * count
             assert sum(cluster.wire.lengths) == nodes * rounds * PAYLOAD + elements
+
+
+def test_python_waits_in_its_own_step_after_one_that_the_native_part_ended_late() -> None:
+    with _Cluster([0, 1]) as cluster:
+        for _ in range(4):
+            cluster.step(1, [0, 0], 1)
+        assert cluster.ranks[0].in_python
+        first, second = (rank.control for rank in cluster.ranks)
+        first.post(0)
+        assert not first.done()
+        second.post(0)
+        assert all(cluster.each(_is_over))
+
+
+def _is_over(rank: _Rank) -> bool:
+    deadline = time.monotonic() + _LIMIT
+    while not (over := rank.control.done()) and time.monotonic() < deadline:
+        time.sleep(0)
+    return over
 
 
 def test_messages_of_many_lengths_are_prepared_anew() -> None:
