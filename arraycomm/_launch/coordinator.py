@@ -1,9 +1,10 @@
 """Process 0 brings processes together without MPI: it keeps texts that all can set and get.
 
-Each connection carries lines of JSON. The coordinator sends a challenge; the other side answers
-with its number, the number of all, its host and its proof that it knows the secret. Once all are
-there they set and get texts. If something is wrong, every process hears what. Whoever sends
-anything else is cut off.
+Each connection carries lines of JSON. The coordinator sends a challenge and what a batch system
+calls its job: a process of another job leaves and comes again, since the address is free once this
+job has met. The other side answers with its number, the number of all, its host and its proof that
+it knows the secret. Once all are there they set and get texts. If something is wrong, every process
+hears what. Whoever sends anything else is cut off.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from arraycomm._errors import (
 )
 from arraycomm._launch.numbering import Place, without_mpi
 
-PROTOCOL: Final = 1
+PROTOCOL: Final = 2
 # The bytes of the longest line, and the seconds in which a line can be sent.
 LONGEST: Final = 1 << 16
 _SENDING: Final = 2.0
@@ -215,7 +216,7 @@ class Coordinator(threading.Thread):
         guest = _Guest(connection)
         self._guests.append(guest)
         self._selector.register(connection, selectors.EVENT_READ, guest)
-        guest.send({"arraycomm": PROTOCOL, "nonce": guest.nonce})
+        guest.send({"arraycomm": PROTOCOL, "nonce": guest.nonce, "job": self._job})
         strangers = [other for other in self._guests if other.rank < 0]
         if len(strangers) > _STRANGERS + self._size:
             self._drop(strangers[0])
@@ -275,12 +276,6 @@ class Coordinator(threading.Thread):
                 }
             )
             return False
-        other = str(said.get("job", ""))
-        if other and self._job and other != self._job:
-            # It leaves, and comes again: this job may soon have its processes, and free the
-            # address.
-            guest.send({"taken": self._job})
-            return True
         if self._state is _State.MET:
             return False
         guest.rank, guest.about = int(said["rank"]), f"process {pid} on {said['name']}"

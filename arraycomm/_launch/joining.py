@@ -57,8 +57,8 @@ def job_of(environment: Mapping[str, str]) -> str:
     return found and f"{found} {environment[found]}"
 
 
-class _TakenError(Exception):
-    """Another job has the address at present."""
+class _NotYetError(Exception):
+    """Somebody else has the address at present; its argument is the error if that remains."""
 
 
 class Meeting:
@@ -127,9 +127,24 @@ class Meeting:
 
     def introduce(self, found: Numbering, secret: str, job: str, deadline: float) -> None:
         """Say who this process is, and wait until all others have done so."""
-        challenge = self.receive(deadline)
+        try:
+            challenge = self.receive(deadline)
+        except TransportError as error:
+            # The last job has met, and frees the address.
+            raise _NotYetError(
+                _absent(self._place, self._limit, "it closes connections")
+            ) from error
         if challenge.get("arraycomm") != PROTOCOL:
             raise self._foreign()
+        other = challenge.get("job")
+        if other and job and other != job:
+            raise _NotYetError(
+                BackendUnavailableError(
+                    f"init: two jobs use the coordinator address {self._place} at the same time, "
+                    f"this one ({job}) and another one ({other}); give each job an address of its "
+                    "own"
+                )
+            )
         nonce = os.urandom(16).hex()
         answer = {
             "rank": found.rank,
@@ -138,13 +153,10 @@ class Meeting:
             "host": _host(),
             "name": socket.gethostname(),
             "nonce": nonce,
-            "job": job,
             "proof": proof(secret, str(challenge.get("nonce")), "process"),
         }
         self.send(answer)
         reply = self.receive(deadline)
-        if "taken" in reply:
-            raise _TakenError(str(reply["taken"]))
         if reply.get("proof") != proof(secret, nonce, "coordinator"):
             raise BackendUnavailableError(
                 f"init: the coordinator at {self._place} does not know the secret of this process; "
@@ -182,13 +194,9 @@ def join(found: Numbering, environment: Mapping[str, str]) -> Meeting:
     while True:
         try:
             return _join(found, environment, limit, deadline)
-        except _TakenError as other:
+        except _NotYetError as error:
             if time.monotonic() > deadline:
-                raise BackendUnavailableError(
-                    f"init: two jobs use the coordinator address {found.place} at the same time, "
-                    f"this one ({job_of(environment)}) and another one ({other}); give each job an "
-                    "address of its own"
-                ) from None
+                raise error.args[0] from error.__cause__
             time.sleep(_NAP)
 
 
@@ -198,13 +206,13 @@ def _join(
     secret, job = environment.get(SECRET, ""), job_of(environment)
     served = _serve(found, secret, limit, job) if found.rank == 0 else None
     try:
-        meeting = Meeting(_connect(found.place, deadline, limit), found.place, limit, served)
+        meeting = Meeting(_connect(found.place, limit), found.place, limit, served)
         try:
             meeting.introduce(found, secret, job, deadline + _LATER)
         except BaseException:
             meeting.close()
             raise
-    except _TakenError:
+    except _NotYetError:
         raise
     except Exception:
         if served is not None:
@@ -230,23 +238,22 @@ def _serve(found: Numbering, secret: str, limit: float, job: str) -> Coordinator
     return made
 
 
-def _connect(place: Place, deadline: float, limit: float) -> socket.socket:
-    while True:
-        try:
-            return _connected(place)
-        except socket.gaierror as error:
-            raise BackendUnavailableError(
-                f"init: the host of the coordinator address {place} is not known here: "
-                f"{error.strerror}"
-            ) from error
-        except OSError as error:
-            if time.monotonic() > deadline:
-                raise CommTimeoutError(
-                    f"init: process 0, the coordinator, was not at {place} for {limit:g} s "
-                    f"({error.strerror or error}); start process 0 as well, or set {LIMIT} to more "
-                    "seconds"
-                ) from error
-            time.sleep(_NAP)
+def _connect(place: Place, limit: float) -> socket.socket:
+    try:
+        return _connected(place)
+    except socket.gaierror as error:
+        raise BackendUnavailableError(
+            f"init: the host of the coordinator address {place} is not known here: {error.strerror}"
+        ) from error
+    except OSError as error:
+        raise _NotYetError(_absent(place, limit, error.strerror or str(error))) from error
+
+
+def _absent(place: Place, limit: float, why: str) -> CommTimeoutError:
+    return CommTimeoutError(
+        f"init: process 0, the coordinator, was not at {place} for {limit:g} s ({why}); start "
+        f"process 0 as well, or set {LIMIT} to more seconds"
+    )
 
 
 def _connected(place: Place) -> socket.socket:

@@ -6,15 +6,17 @@ import json
 import os
 import re
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import pytest
 
 from arraycomm import BackendUnavailableError, CommTimeoutError, TransportError
 from arraycomm._launch import coordinator, joining
+from arraycomm._launch.coordinator import listen
 from arraycomm._launch.joining import Meeting, join, seconds_to_start
 from arraycomm._launch.numbering import Numbering, Place
 from tests.support.launcher import LAUNCHED
@@ -120,6 +122,15 @@ def test_jobs_with_one_address_start_one_after_the_other(place: Place) -> None:
     for meeting in meetings:
         meeting.leave(well=True)
     assert said == [(job.encode(), job.encode()) for _, job in jobs]
+
+
+def test_a_job_that_frees_its_address_ends_no_other_job(place: Place) -> None:
+    met = listen(place)  # as that of a coordinator that accepts nobody else
+    threading.Timer(0.5, met.close).start()
+    found = outcomes(*(process(rank, 2, place) for rank in range(2)))
+    for meeting in found:
+        assert isinstance(meeting, Meeting), meeting
+        meeting.leave(well=True)
 
 
 def test_processes_of_two_jobs_are_not_one_world(place: Place) -> None:
@@ -233,17 +244,19 @@ def _connection(place: Place) -> socket.socket:
 
 @contextmanager
 def answering(reply: bytes) -> Iterator[Place]:
-    """Serve one connection at a place that is no coordinator's."""
+    """Serve connections at a place that is no coordinator's."""
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as threads:
 
         def serve() -> None:
-            connection, _ = listener.accept()
-            with connection:
-                connection.sendall(reply)
+            with suppress(OSError):
+                while True:
+                    connection, _ = listener.accept()
+                    with connection:
+                        connection.sendall(reply)
 
-        served = threads.submit(serve)
+        threads.submit(serve)
         yield Place("127.0.0.1", listener.getsockname()[1])
-        served.result()
+        listener.shutdown(socket.SHUT_RDWR)
 
 
 @pytest.mark.parametrize(
@@ -252,16 +265,16 @@ def answering(reply: bytes) -> Iterator[Place]:
         (b"220 mail.example ESMTP\r\n", "what answers at 127.0.0.1:.* is no arraycomm"),
         (b'{"arraycomm": 9}\n', "is no arraycomm"),
         (b"z" * (coordinator.LONGEST + 1), "is no arraycomm"),
-        (b"", "the coordinator at .*, has ended"),
+        (b"", "process 0, the coordinator, was not at .* for 0.5 s .it closes connections.; start"),
     ],
 )
 @pytest.mark.parametrize("rank", [0, 1])
 def test_something_else_answers(reply: bytes, said: str, rank: int) -> None:
     with (
         answering(reply) as place,
-        pytest.raises((BackendUnavailableError, TransportError), match=said),
+        pytest.raises((BackendUnavailableError, CommTimeoutError), match=said),
     ):
-        process(rank, 2, place)()
+        process(rank, 2, place, 0.5)()
 
 
 def test_address_has_to_be_one_of_this_host() -> None:
