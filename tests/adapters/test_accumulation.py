@@ -13,7 +13,7 @@ import pytest
 import arraycomm as ac
 from arraycomm.testing import run
 from tests.adapters.gradients import SHAPE, Gradients, gradients, zeros
-from tests.adapters.ranks import of_ranks
+from tests.support.on_ranks import each_rank_of
 
 MICRO = 7  # steps in all: two times three, and one that is not reduced any more
 FRAMEWORKS = ["numpy", "torch", "jax"]
@@ -72,7 +72,7 @@ TRAINERS: dict[str, Train] = {"numpy": train_numpy, "torch": train_torch, "jax":
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
-@of_ranks(2)
+@each_rank_of(2)
 def test_only_every_third_step_communicates(comm: ac.Communicator, framework: str) -> None:
     steps = [gradients(comm.rank, step) for step in range(MICRO)]
     TRAINERS[framework](comm, steps, {"accumulate": 3})
@@ -94,7 +94,7 @@ def test_a_gradient_missing_in_some_steps_counts_as_zeros_there(framework: str) 
         np.testing.assert_array_equal(seen[-1]["a"], -(first / 2 + second / 2))
 
 
-@of_ranks(2)
+@each_rank_of(2)
 def test_torch_state_and_gradients_stay_in_a_step_that_is_none(
     comm: ac.Communicator, torch: Any
 ) -> None:
@@ -111,7 +111,7 @@ def test_torch_state_and_gradients_stay_in_a_step_that_is_none(
     assert (weight < 1).all()
 
 
-@of_ranks(2)
+@each_rank_of(2)
 def test_a_closure_cannot_be_accumulated(comm: ac.Communicator, torch: Any) -> None:
     weight = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([weight], lr=0.1)
@@ -120,7 +120,7 @@ def test_a_closure_cannot_be_accumulated(comm: ac.Communicator, torch: Any) -> N
         optimizer.step(lambda: None)
 
 
-@of_ranks(2)
+@each_rank_of(2)
 def test_sums_of_narrow_gradients_are_wide(comm: ac.Communicator) -> None:
     optimizer = ac.DistributedOptimizer(SGD(), comm=comm, accumulate=4)
     params: Any = {"a": np.zeros(1, ml_dtypes.bfloat16)}
@@ -131,7 +131,7 @@ def test_sums_of_narrow_gradients_are_wide(comm: ac.Communicator) -> None:
 
 
 @pytest.mark.parametrize(("step", "wrong"), [(1, "shape"), (2, "structure")])
-@of_ranks(2)
+@each_rank_of(2)
 def test_gradients_that_change_are_an_error_and_training_goes_on(
     comm: ac.Communicator, step: int, wrong: str
 ) -> None:
@@ -202,7 +202,7 @@ WRONG += [("compression", value) for value in ("float8", np.float16, True)]
 
 
 @pytest.mark.parametrize(("name", "value"), WRONG)
-@of_ranks(2)
+@each_rank_of(2)
 def test_a_wrong_argument_on_one_rank_raises_on_all(
     comm: ac.Communicator, name: str, value: Any
 ) -> None:
@@ -215,7 +215,7 @@ def test_a_wrong_argument_on_one_rank_raises_on_all(
 @pytest.mark.parametrize(
     "options", [{"accumulate": 2}, {"compression": "float16"}, {"op": "sum"}, {"bucket_bytes": 8}]
 )
-@of_ranks(2)
+@each_rank_of(2)
 def test_arguments_that_differ_raise_on_all(comm: ac.Communicator, options: dict[str, Any]) -> None:
     with pytest.raises(ac.MismatchError, match="DistributedOptimizer"):
         ac.DistributedOptimizer(SGD(), comm=comm, **options if comm.rank else {})

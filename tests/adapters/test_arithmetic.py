@@ -12,7 +12,7 @@ import arraycomm as ac
 from arraycomm._dtypes import BY_NAME
 from arraycomm.testing import run
 from tests.adapters.arrays import MAKERS, elements, to_jax, to_strict, to_torch
-from tests.adapters.ranks import of_ranks
+from tests.support.on_ranks import each_rank_of
 
 STEPS = 3
 FLOATS = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float32", "float64")
@@ -67,7 +67,7 @@ def mean(arrays: list[Array]) -> Array:
 
 
 @pytest.mark.parametrize(("framework", "dtype"), CASES)
-@of_ranks(1)
+@each_rank_of(1)
 def test_the_mean_over_steps_has_the_bits_of_numpy(
     comm: ac.Communicator, framework: str, dtype: str
 ) -> None:
@@ -79,7 +79,7 @@ def test_the_mean_over_steps_has_the_bits_of_numpy(
 
 
 @pytest.mark.parametrize("framework", MAKERS)
-@of_ranks(3)
+@each_rank_of(3)
 def test_ranks_reduce_the_means_of_their_steps(comm: ac.Communicator, framework: str) -> None:
     steps = [MAKERS[framework](array) for array in drawn("float32", comm.rank)]
     first, second, third = (mean(drawn("float32", rank)) for rank in range(3))
@@ -132,7 +132,7 @@ def test_the_host_reads_gradients_in_no_step_but_the_last(
 
 
 @pytest.mark.parametrize("framework", ["numpy", "torch"])
-@of_ranks(2)
+@each_rank_of(2)
 def test_sums_do_not_share_memory_with_gradients(comm: ac.Communicator, framework: str) -> None:
     gradient = MAKERS[framework](np.ones(3, np.float32))
     optimizer = ac.DistributedOptimizer(Keep(), comm=comm, accumulate=2)
@@ -144,7 +144,7 @@ def test_sums_do_not_share_memory_with_gradients(comm: ac.Communicator, framewor
     assert elements(got).tolist() == [2.0] * 3
 
 
-@of_ranks(1)
+@each_rank_of(1)
 def test_torch_keeps_no_history(comm: ac.Communicator, torch: Any) -> None:
     leaf = torch.ones(3, requires_grad=True)
     optimizer = ac.DistributedOptimizer(Keep(), comm=comm, accumulate=2)
@@ -159,14 +159,14 @@ def test_torch_keeps_no_history(comm: ac.Communicator, torch: Any) -> None:
     assert got.grad_fn is None
 
 
-@of_ranks(2)
+@each_rank_of(2)
 def test_torch_views_of_conjugates_are_added_up(comm: ac.Communicator, torch: Any) -> None:
     got = accumulate(comm, [torch.tensor([1 + 2j]).conj(), torch.tensor([3 - 4j])])
     assert got.tolist() == [2 - 3j]
 
 
 @pytest.mark.parametrize("framework", [name for name in MAKERS if name != "remote"])
-@of_ranks(1)
+@each_rank_of(1)
 def test_parts_of_complex_numbers_are_divided_as_real_numbers(
     comm: ac.Communicator, framework: str
 ) -> None:
@@ -178,7 +178,7 @@ def test_parts_of_complex_numbers_are_divided_as_real_numbers(
 @pytest.mark.parametrize(
     "value", [1.5, 2 - 3j, np.float32(1.5), np.float64(2), np.complex64(1j), np.array(1.5)]
 )
-@of_ranks(2)
+@each_rank_of(2)
 def test_numbers_come_back_as_what_they_are(comm: ac.Communicator, value: Any) -> None:
     got = accumulate(comm, [value, value, value])
     assert type(got) is type(value)
@@ -187,7 +187,7 @@ def test_numbers_come_back_as_what_they_are(comm: ac.Communicator, value: Any) -
 
 @pytest.mark.parametrize("framework", ["numpy", "torch", "jax", "array_api_strict"])
 @pytest.mark.parametrize("dtype", [np.int32, np.bool_])
-@of_ranks(1)
+@each_rank_of(1)
 def test_integers_and_booleans_have_no_mean(
     comm: ac.Communicator, framework: str, dtype: Any
 ) -> None:
@@ -196,7 +196,7 @@ def test_integers_and_booleans_have_no_mean(
         optimizer.update(None, {"w": MAKERS[framework](np.ones(3, dtype))})
 
 
-@of_ranks(1)
+@each_rank_of(1)
 def test_a_torch_tensor_without_memory_of_its_own_is_refused_at_once(
     comm: ac.Communicator, torch: Any
 ) -> None:
@@ -205,7 +205,7 @@ def test_a_torch_tensor_without_memory_of_its_own_is_refused_at_once(
         optimizer.update(None, torch.ones(3).to_sparse())
 
 
-@of_ranks(2)
+@each_rank_of(2)
 def test_gradients_may_change_framework_between_steps(comm: ac.Communicator) -> None:
     array = np.array([1.0, 2.0, 6.0], np.float32)
     steps = [to_torch(array), array, to_strict(array), to_jax(array), to_torch(array)]
@@ -238,7 +238,7 @@ class Exported:
         return self._array.__dlpack_device__()
 
 
-@of_ranks(2)
+@each_rank_of(2)
 def test_plain_dlpack_objects_are_added_up_as_numpy_arrays(comm: ac.Communicator) -> None:
     got = accumulate(comm, [Exported(np.full(3, step + 1.0)) for step in range(3)])
     assert isinstance(got, np.ndarray)

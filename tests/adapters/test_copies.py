@@ -13,7 +13,7 @@ import pytest
 
 import arraycomm as ac
 from arraycomm.testing import run
-from tests.adapters.ranks import of_ranks
+from tests.support.on_ranks import each_rank_of
 
 Copier = Callable[[Any], Any]
 COPIERS: dict[str, Copier] = {"copy": copy.copy, "deepcopy": copy.deepcopy}
@@ -87,7 +87,7 @@ def test_a_copy_reduces_its_gradients(stepping: Any, how: str, accumulate: int) 
     assert run(3, train) == [want] * 3
 
 
-@of_ranks(2)
+@each_rank_of(2)
 def test_a_copy_and_its_original_do_not_share_gradients(comm: ac.Communicator) -> None:
     original = ac.DistributedOptimizer(Plain(), comm=comm, accumulate=2)
     assert original.update(0.0, 1.0) == 0.0
@@ -96,7 +96,7 @@ def test_a_copy_and_its_original_do_not_share_gradients(comm: ac.Communicator) -
     assert original.update(0.0, 5.0) == -3.0
 
 
-@of_ranks(2)
+@each_rank_of(2)
 def test_a_copy_of_a_torch_optimizer_is_not_distributed_twice(
     comm: ac.Communicator, torch: Any
 ) -> None:
@@ -108,7 +108,7 @@ def test_a_copy_of_a_torch_optimizer_is_not_distributed_twice(
         ac.DistributedOptimizer(again, comm=comm)
 
 
-@of_ranks(2)
+@each_rank_of(2)
 def test_a_copy_in_join_is_refused(comm: ac.Communicator) -> None:
     copied = copy.copy(ac.DistributedOptimizer(Plain(), comm=comm))
     with ac.join(comm), pytest.raises(ValueError, match="inside join a copy of a distributed"):
@@ -127,7 +127,7 @@ def distributed(comm: ac.Communicator, kind: str) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["torch", "optax", "object"])
-@of_ranks(2)
+@each_rank_of(2)
 def test_a_distributed_optimizer_cannot_be_pickled(comm: ac.Communicator, kind: str) -> None:
     optimizer = distributed(comm, kind)
     for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):
@@ -140,7 +140,7 @@ def test_a_distributed_optimizer_cannot_be_pickled(comm: ac.Communicator, kind: 
         torch.save(optimizer.state_dict(), io.BytesIO())
 
 
-@of_ranks(2)
+@each_rank_of(2)
 def test_what_stands_for_ranks_is_its_own_copy_and_cannot_be_pickled(comm: ac.Communicator) -> None:
     request = comm.iallreduce(1)
     for thing in (comm, comm.plan([0.0]), request, ac.join(comm)):

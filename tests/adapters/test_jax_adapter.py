@@ -13,8 +13,7 @@ import arraycomm as ac
 from arraycomm.testing import run
 from tests.adapters.gradients import STEPS, Gradients, gradients, reduced, zeros
 from tests.adapters.optimizer_contract import Batch, Driver, OptimizerContract, gradient_of
-from tests.adapters.ranks import of_ranks
-from tests.support.on_ranks import LAUNCH
+from tests.support.on_ranks import LAUNCH, each_rank_of
 
 jax = pytest.importorskip("jax")
 optax = pytest.importorskip("optax")
@@ -195,7 +194,7 @@ def test_what_looks_at_single_examples_is_refused_inside_and_right_before() -> N
     run(2, on_rank)
 
 
-@of_ranks(2)
+@each_rank_of(2)
 def test_what_would_apply_gradients_of_one_rank_is_refused(comm: ac.Communicator) -> None:
     params = jnp.zeros(3)
     for wrap, refused in (
@@ -220,7 +219,7 @@ def test_what_would_apply_gradients_of_one_rank_is_refused(comm: ac.Communicator
             assert (update == (-0.5 if step else (0.5 if refused else 0.0))).all()
 
 
-@of_ranks(2)
+@each_rank_of(2)
 def test_a_compiled_update_on_threads_is_refused(comm: ac.Communicator) -> None:
     optimizer = ac.DistributedOptimizer(optax.sgd(0.1), comm=comm)
     with pytest.raises(

@@ -10,9 +10,9 @@ import pytest
 
 import arraycomm as ac
 from arraycomm.testing import run
-from tests.adapters.ranks import of_ranks
 from tests.support.launched import Report
 from tests.support.launcher import is_open_mpi, needs_mpiexec, run_python
+from tests.support.on_ranks import each_rank_of
 
 jax = pytest.importorskip("jax")
 pytest.importorskip("optax")
@@ -60,7 +60,7 @@ def test_eager_derivatives_are_those_of_the_sum_of_all_losses(size: int, name: s
 
 
 @pytest.mark.parametrize("case", cases.CASES.values(), ids=cases.CASES)
-@of_ranks(2)
+@each_rank_of(2)
 def test_eager_calls_under_vmap_are_those_of_each_row(comm: ac.Communicator, case: Any) -> None:
     batch = cases.draw(comm.rank, (3, *case.shape(comm.size)))
     found = jax.vmap(lambda x: case.call(x, comm=comm))(batch)
@@ -68,7 +68,7 @@ def test_eager_calls_under_vmap_are_those_of_each_row(comm: ac.Communicator, cas
     np.testing.assert_array_equal(found, wanted)
 
 
-@of_ranks(2)
+@each_rank_of(2)
 def test_compiled_collective_on_threads_is_refused(comm: ac.Communicator) -> None:
     with pytest.raises(
         ac.BackendUnavailableError, match="allgather: jitted JAX collectives need a process"
@@ -85,7 +85,7 @@ def test_compiled_collective_on_threads_is_refused(comm: ac.Communicator) -> Non
         *(("sendrecv", 2, "x"), ("sendrecv", 10_000, "token")),
     ],
 )
-@of_ranks(3)
+@each_rank_of(3)
 def test_wrong_argument_on_one_rank_raises_on_all(
     comm: ac.Communicator, name: str, length: int, wrong: str
 ) -> None:

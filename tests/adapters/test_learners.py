@@ -15,10 +15,10 @@ import arraycomm as ac
 from arraycomm import Communicator
 from arraycomm.testing import run
 from tests.adapters import learners
-from tests.adapters.ranks import of_ranks
 from tests.support.frameworks import INSTALLED, content, make
 from tests.support.launched import Report
 from tests.support.launcher import LAUNCHED, needs_mpiexec, run_python
+from tests.support.on_ranks import each_rank_of
 
 pytestmark = pytest.mark.skipif(LAUNCHED, reason="launches programs of its own")
 
@@ -89,7 +89,7 @@ def test_ranks_without_samples_take_part(size: int) -> None:
         assert np.array_equal(centers, kmeans(5).fit(blobs).centers_)
 
 
-@of_ranks(2)
+@each_rank_of(2)
 def test_a_wrong_argument_of_one_rank_is_an_error_of_the_library_on_all(comm: Communicator) -> None:
     kmeans, blobs = _example("embedded_kmeans")["KMeans"], _blobs()
     with pytest.raises(ac.PeerError if comm.rank else ValueError, match="two dimensions; got 1"):
@@ -131,7 +131,7 @@ def test_a_library_with_a_thinc_model_learns_on_threads() -> None:
     assert (first == digits[:400]).mean() > 0.9
 
 
-@of_ranks(2)
+@each_rank_of(2)
 def test_borrow_gives_back_what_it_got(comm: Communicator) -> None:
     with ac.borrow(comm) as given:
         assert given is comm

@@ -12,7 +12,7 @@ import arraycomm as ac
 from arraycomm.testing import run
 from tests.adapters.gradients import gradients, reduced, zeros
 from tests.adapters.optimizer_contract import Batch, Driver, OptimizerContract, Tree, gradient_of
-from tests.adapters.ranks import of_ranks
+from tests.support.on_ranks import each_rank_of
 
 
 class Own:
@@ -107,7 +107,7 @@ def test_a_learning_rate_set_later_counts(through: str) -> None:
         np.testing.assert_array_equal(params, -0.5 * reduced(2, 0, "mean")["a"], strict=True)
 
 
-@of_ranks(3)
+@each_rank_of(3)
 def test_further_arguments_reach_the_optimizer(comm: ac.Communicator) -> None:
     class Scaled:
         def update(self, params: float, grads: float, factor: float, *, offset: float) -> float:

@@ -11,7 +11,7 @@ import pytest
 import arraycomm as ac
 from arraycomm.testing import run
 from tests.adapters.gradients import STEPS, Gradients, gradients, reduced, zeros
-from tests.adapters.ranks import of_ranks
+from tests.support.on_ranks import each_rank_of
 
 
 class SGD:
@@ -116,7 +116,7 @@ class _Both:
         (lambda params: params, r"<lambda>\(params\); wrap it"),
     ],
 )
-@of_ranks(2)
+@each_rank_of(2)
 def test_what_is_no_optimizer_is_refused(comm: ac.Communicator, optimizer: Any, said: str) -> None:
     last = comm.rank == comm.size - 1
     with pytest.raises(TypeError if last else ac.PeerError, match=said):
@@ -124,7 +124,7 @@ def test_what_is_no_optimizer_is_refused(comm: ac.Communicator, optimizer: Any, 
     assert comm.allreduce(1) == comm.size
 
 
-@of_ranks(2)
+@each_rank_of(2)
 def test_methods_that_do_not_follow_the_protocol_are_not_wrapped(comm: ac.Communicator) -> None:
     optimizer = ac.DistributedOptimizer(_Both(), comm=comm, op="sum")
     assert optimizer.update(0.0, 1.0) == -comm.size
@@ -141,7 +141,7 @@ def test_methods_that_do_not_follow_the_protocol_are_not_wrapped(comm: ac.Commun
         optimizer(0.0, 1.0)
 
 
-@of_ranks(3)
+@each_rank_of(3)
 def test_a_step_that_one_rank_has_not_taken_is_a_mismatch_on_all(comm: ac.Communicator) -> None:
     class Checked:
         """Raises on rank 1 in the second step, and takes the others."""
@@ -164,7 +164,7 @@ def test_a_step_that_one_rank_has_not_taken_is_a_mismatch_on_all(comm: ac.Commun
         optimizer.update(params, 1.0, comm.rank)
 
 
-@of_ranks(3)
+@each_rank_of(3)
 def test_a_step_that_one_rank_leaves_out_is_an_error_on_all(comm: ac.Communicator) -> None:
     optimizer = ac.DistributedOptimizer(SGD(), comm=comm)
 
@@ -179,7 +179,7 @@ def test_a_step_that_one_rank_leaves_out_is_an_error_on_all(comm: ac.Communicato
         loop(zeros())
 
 
-@of_ranks(3)
+@each_rank_of(3)
 def test_a_step_that_all_ranks_have_not_taken_is_none_to_any(comm: ac.Communicator) -> None:
     class Refusing:
         def update(self, params: float, grads: float) -> float:

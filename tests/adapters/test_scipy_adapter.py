@@ -11,7 +11,7 @@ import pytest
 
 import arraycomm as ac
 from arraycomm import Communicator
-from tests.adapters.ranks import of_ranks
+from tests.support.on_ranks import each_rank_of
 
 scipy_optimize = pytest.importorskip("scipy.optimize")
 datasets = pytest.importorskip("sklearn.datasets")
@@ -183,7 +183,7 @@ def _raising_callback(comm: Communicator) -> Any:
 
 
 @pytest.mark.parametrize("fit", [_raising_fun, _raising_callback])
-@of_ranks(3)
+@each_rank_of(3)
 def test_error_of_one_rank_is_raised_on_all(comm: Communicator, fit: Any) -> None:
     kind = ZeroDivisionError if comm.rank == 1 else ac.PeerError
     with pytest.raises(kind, match="no such point") as caught:
@@ -192,7 +192,7 @@ def test_error_of_one_rank_is_raised_on_all(comm: Communicator, fit: Any) -> Non
     assert comm.allreduce(1) == comm.size
 
 
-@of_ranks(3)
+@each_rank_of(3)
 def test_error_of_scipy_on_rank_0_is_raised_on_all(comm: Communicator) -> None:
     constraint = {"type": "eq", "fun": lambda x: 1 / 0}
     for kind, said, arguments in (
@@ -204,7 +204,7 @@ def test_error_of_scipy_on_rank_0_is_raised_on_all(comm: Communicator) -> None:
         assert comm.allreduce(1) == comm.size
 
 
-@of_ranks(3)
+@each_rank_of(3)
 def test_functions_that_ranks_lack_are_named(comm: Communicator) -> None:
     def value(x: Any) -> Any:
         return (x**2).sum()
@@ -350,7 +350,7 @@ def _outcome_of_ranks(comm: Communicator, call: Any, want: Any) -> Any:
     return want if isinstance(want, type) and isinstance(got, type) else got
 
 
-@of_ranks(3)
+@each_rank_of(3)
 def test_jac_is_true_on_all_ranks_or_on_none(comm: Communicator) -> None:
     own = _with_gradient if comm.rank == 0 else _value
     with pytest.raises(TypeError, match=r"jac must be True on all ranks.*rank 0 alone"):
@@ -359,7 +359,7 @@ def test_jac_is_true_on_all_ranks_or_on_none(comm: Communicator) -> None:
 
 
 @pytest.mark.parametrize("odd", [0, 1])
-@of_ranks(3)
+@each_rank_of(3)
 def test_shape_of_one_rank_is_an_error_on_all(comm: Communicator, odd: int) -> None:
     wide = np.ones(3 if comm.rank == odd else 2)
     error = ValueError if comm.rank == odd else ac.PeerError
@@ -369,7 +369,7 @@ def test_shape_of_one_rank_is_an_error_on_all(comm: Communicator, odd: int) -> N
     comm.barrier()
 
 
-@of_ranks(3)
+@each_rank_of(3)
 def test_a_method_may_go_on_behind_an_error(comm: Communicator) -> None:
     """The other ranks hear of the error, and evaluate what comes next."""
 

@@ -17,7 +17,7 @@ import arraycomm as ac
 from arraycomm._training.shards import divide
 from arraycomm.adapters import numpy as plain_adapter
 from arraycomm.testing import run
-from tests.adapters.ranks import of_ranks
+from tests.support.on_ranks import each_rank_of
 
 # Few that differ: JAX compiles for each.
 SHAPES = [(5, 3), (2, 2), (5, 3), (5, 3), (5, 3)]
@@ -317,7 +317,7 @@ def test_a_whole_state_of_torch_is_loaded_on_any_number_of_ranks(torch: Any, siz
     assert sum(kept) == whole
 
 
-@of_ranks(2)
+@each_rank_of(2)
 def test_state_that_is_not_whole_is_refused(comm: Any, torch: Any) -> None:
     from arraycomm.adapters.torch import gather_state
 
@@ -333,7 +333,7 @@ def test_state_that_is_not_whole_is_refused(comm: Any, torch: Any) -> None:
         gather_state(torch.optim.SGD(parameters(torch)))
 
 
-@of_ranks(2)
+@each_rank_of(2)
 def test_torch_optimizers_of_unknown_classes_say_that_they_can_be_sharded(
     comm: Any, torch: Any
 ) -> None:
@@ -359,7 +359,7 @@ def test_torch_optimizers_of_unknown_classes_say_that_they_can_be_sharded(
         train_torch(torch, comm, Denied, shard=True)
 
 
-@of_ranks(2)
+@each_rank_of(2)
 def test_ranks_that_divide_other_parameters_raise(comm: Any, torch: Any) -> None:
     # The second has no gradient, so that only its part in the division tells.
     params = [torch.nn.Parameter(torch.zeros(n)) for n in (10, 100 * comm.rank)]
@@ -424,7 +424,7 @@ def test_objects_with_update_are_the_same_sharded() -> None:
     assert_same_sharded(2, lambda comm, shard: train_plain(comm, shard, start))
 
 
-@of_ranks(3)
+@each_rank_of(3)
 def test_errors_of_one_ranks_update_reach_all(comm: Any) -> None:
     class Odd(Adam):
         def update(self, params: Any, grads: Any) -> Any:
@@ -453,7 +453,7 @@ def test_errors_of_one_ranks_update_reach_all(comm: Any) -> None:
             optimizer.update(arrays(0), arrays(comm.rank))
 
 
-@of_ranks(3)
+@each_rank_of(3)
 def test_states_that_cannot_be_put_together_are_refused(comm: Any) -> None:
     class Counting(Adam):
         def update(self, params: Any, grads: Any) -> Any:
@@ -469,7 +469,7 @@ def test_states_that_cannot_be_put_together_are_refused(comm: Any) -> None:
             plain_adapter.gather_state(optimizer)
 
 
-@of_ranks(2)
+@each_rank_of(2)
 def test_what_cannot_be_done_with_sharded_objects_is_refused(comm: Any) -> None:
     class Plain:
         def update(self, params: Any, grads: Any) -> Any:
@@ -495,7 +495,7 @@ def test_what_cannot_be_done_with_sharded_objects_is_refused(comm: Any) -> None:
         ac.DistributedOptimizer(Adam(), comm=comm, shard=comm.rank == 1)
 
 
-@of_ranks(2)
+@each_rank_of(2)
 def test_parameters_that_change_and_joined_steps_are_refused(comm: Any) -> None:
     optimizer = ac.DistributedOptimizer(Adam(), comm=comm, shard=True)
     optimizer.update(arrays(0), arrays(comm.rank))
@@ -574,7 +574,7 @@ def test_a_whole_state_of_optax_is_loaded_on_any_number_of_ranks() -> None:
     assert_same_sharded(2, lambda comm, shard: train_optax(comm, make, shard, start=start))
 
 
-@of_ranks(2)
+@each_rank_of(2)
 def test_a_learning_rate_set_in_a_sharded_state_counts(comm: Any, optax: Any) -> None:
     injected = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
     optimizer = ac.DistributedOptimizer(injected, comm=comm, op="sum", shard=True)
@@ -615,7 +615,7 @@ def test_optax_that_looks_at_all_gradients_is_sharded_behind_a_reduction(optax: 
     run(2, refused)
 
 
-@of_ranks(2)
+@each_rank_of(2)
 def test_transformations_that_depend_on_the_shapes_of_other_leaves_are_refused(
     comm: Any, jax: Any, optax: Any
 ) -> None:
@@ -631,7 +631,7 @@ def test_transformations_that_depend_on_the_shapes_of_other_leaves_are_refused(
             optimizer.update(params, optimizer.init(params), params)
 
 
-@of_ranks(2)
+@each_rank_of(2)
 def test_states_that_depend_on_gradients_only_at_times_are_refused(
     comm: Any, jax: Any, optax: Any
 ) -> None:
@@ -646,7 +646,7 @@ def test_states_that_depend_on_gradients_only_at_times_are_refused(
         optimizer.update(params, state, params, peek=1.0)
 
 
-@of_ranks(2)
+@each_rank_of(2)
 def test_states_of_optax_that_are_not_whole_are_refused(comm: Any, optax: Any) -> None:
     from arraycomm.adapters import jax as adapter
 

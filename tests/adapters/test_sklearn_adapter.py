@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import arraycomm as ac
 from arraycomm import Communicator
 from arraycomm.testing import run
-from tests.adapters.ranks import of_ranks
+from tests.support.on_ranks import each_rank_of
 
 pytest.importorskip("sklearn")
 
@@ -394,7 +394,7 @@ def test_classes_are_those_of_all_ranks() -> None:
         assert found == [sorted(["nine", *names[:3]])] * 3
 
 
-@of_ranks(2)
+@each_rank_of(2)
 def test_a_pipeline_whose_first_steps_have_learnt_nothing_says_what_to_do(
     comm: ac.Communicator,
 ) -> None:
@@ -462,7 +462,7 @@ def _calls(last: bool, comm: Communicator) -> list[tuple[type[Exception], str, C
     ]
 
 
-@of_ranks(3)
+@each_rank_of(3)
 def test_a_wrong_argument_of_one_rank_is_an_error_on_all(comm: Communicator) -> None:
     last = comm.rank == comm.size - 1
     for kind, said, call in _calls(last, comm):
@@ -471,7 +471,7 @@ def test_a_wrong_argument_of_one_rank_is_an_error_on_all(comm: Communicator) -> 
     assert comm.allreduce(1) == comm.size
 
 
-@of_ranks(3)
+@each_rank_of(3)
 def test_ranks_that_bring_different_things_are_told_so(comm: Communicator) -> None:
     last = comm.rank == comm.size - 1
     learned = SGDClassifier()
@@ -494,7 +494,7 @@ def test_ranks_that_bring_different_things_are_told_so(comm: Communicator) -> No
     assert comm.allreduce(1) == comm.size
 
 
-@of_ranks(3)
+@each_rank_of(3)
 def test_wrong_arguments_of_all_ranks_are_named(comm: Communicator) -> None:
     fitted = partial_fit(GaussianNB(), X[:30], Y[:30], comm=comm)
     few = X[comm.rank : comm.rank + 1]

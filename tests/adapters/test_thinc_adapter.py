@@ -11,7 +11,7 @@ import pytest
 import arraycomm as ac
 from arraycomm import Communicator
 from arraycomm.testing import run
-from tests.adapters.ranks import of_ranks
+from tests.support.on_ranks import each_rank_of
 
 pytest.importorskip("thinc")
 
@@ -114,7 +114,7 @@ def test_accumulated_steps_and_missing_gradients() -> None:
             np.testing.assert_allclose(one, other, rtol=0, atol=48 * np.finfo(np.float32).eps)
 
 
-@of_ranks(3)
+@each_rank_of(3)
 def test_one_parameter_at_a_time_has_a_reduction_of_its_own(comm: Communicator) -> None:
     optimizer = ac.DistributedOptimizer(SGD(0.5, grad_clip=0.0), comm=comm, op="sum")
     gradient = np.full(3, 1.0 + comm.rank, np.float32)
@@ -193,7 +193,7 @@ class _Foreign:
     """Stands for what a layer of another framework keeps."""
 
 
-@of_ranks(2)
+@each_rank_of(2)
 def test_what_thinc_does_not_know_is_refused(comm: Communicator) -> None:
     last = comm.rank == comm.size - 1
     kind = TypeError if last else ac.PeerError

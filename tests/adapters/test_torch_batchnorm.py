@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import arraycomm as ac
-from tests.adapters.ranks import of_ranks
+from tests.support.on_ranks import each_rank_of
 
 torch = pytest.importorskip("torch")
 adapter = pytest.importorskip("arraycomm.adapters.torch")
@@ -116,7 +116,7 @@ def test_statistics_of_narrow_floats_are_of_32_bits(
     on_ranks(few, check)
 
 
-@of_ranks(1, 3)
+@each_rank_of((1, 3))
 def test_gradient_of_the_gradient_is_that_of_one_process(comm: ac.Communicator) -> None:
     def penalty(module: Any, x: Tensor, upstream: Tensor) -> Tensor:
         (slope,) = torch.autograd.grad((module(x) * upstream).sum(), x, create_graph=True)
@@ -133,7 +133,7 @@ def test_gradient_of_the_gradient_is_that_of_one_process(comm: ac.Communicator) 
     torch.testing.assert_close(comm.allreduce(ours.weight.grad), one.weight.grad, **close)
 
 
-@of_ranks(3)
+@each_rank_of(3)
 def test_input_requires_gradients_on_one_rank_only(comm: ac.Communicator) -> None:
     x, upstream = draw(1).requires_grad_(), draw(2)
     (torch.nn.BatchNorm1d(CHANNELS).double()(x) * upstream).sum().backward()
@@ -145,7 +145,7 @@ def test_input_requires_gradients_on_one_rank_only(comm: ac.Communicator) -> Non
         torch.testing.assert_close(own.grad, expected, **tolerance(x.dtype))
 
 
-@of_ranks(3)
+@each_rank_of(3)
 def test_evaluation_does_not_communicate(comm: ac.Communicator) -> None:
     module = adapter.SyncBatchNorm(CHANNELS, comm=comm).eval()
     if comm.rank == 0:
@@ -154,7 +154,7 @@ def test_evaluation_does_not_communicate(comm: ac.Communicator) -> None:
 
 
 @pytest.mark.parametrize("elements", [0, 1])
-@of_ranks(1, 3)
+@each_rank_of((1, 3))
 def test_fewer_than_two_elements_on_all_ranks_are_refused(
     comm: ac.Communicator, elements: int
 ) -> None:
@@ -175,7 +175,7 @@ def test_fewer_than_two_elements_on_all_ranks_are_refused(
         (torch.ones(2, 4), ValueError, r"must have the shape \(N, 3, ...\); got \(2, 4\)"),
     ],
 )
-@of_ranks(3)
+@each_rank_of(3)
 def test_wrong_input_on_one_rank_is_an_error_on_every_rank(
     comm: ac.Communicator, wrong: Any, kind: type[Exception], message: str
 ) -> None:
@@ -238,7 +238,7 @@ class TestConversion:
             adapter.convert_sync_batchnorm([torch.nn.BatchNorm1d(3)])
 
 
-@of_ranks(1, 3)
+@each_rank_of((1, 3))
 def test_a_copy_has_the_same_communicator_and_parameters_of_its_own(comm: ac.Communicator) -> None:
     module = torch.nn.Sequential(adapter.SyncBatchNorm(CHANNELS, comm=comm))
     copied = copy.deepcopy(module)
@@ -258,7 +258,7 @@ def test_a_module_of_the_world_can_be_pickled() -> None:
     assert torch.load(file, weights_only=False).eps == 0.5
 
 
-@of_ranks(1)
+@each_rank_of(1)
 def test_compiled_modules_communicate_between_two_graphs(comm: ac.Communicator) -> None:
     module = adapter.SyncBatchNorm(CHANNELS, track_running_stats=False, comm=comm)
     x = draw(0, 2, 3).float()

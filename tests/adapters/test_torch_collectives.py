@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import arraycomm as ac
-from tests.adapters.ranks import of_ranks
+from tests.support.on_ranks import each_rank_of
 
 torch = pytest.importorskip("torch")
 collectives = pytest.importorskip("arraycomm.adapters.torch")
@@ -122,7 +122,7 @@ def test_gradients_and_theirs_are_those_of_the_sum_of_all_losses(
 
 
 @every_case
-@of_ranks(1, 3)
+@each_rank_of((1, 3))
 def test_transforms_of_torch_func(comm: ac.Communicator, case: Case) -> None:
     x = draw(100 + comm.rank, case.shape(comm.size))
     loss = objective(case, comm)
@@ -154,7 +154,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 @every_case
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "complex64"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-@of_ranks(2)
+@each_rank_of(2)
 def test_dtypes_and_layouts_are_as_in_one_process(
     comm: ac.Communicator, case: Case, dtype: str, layout: str
 ) -> None:
@@ -189,7 +189,7 @@ def _or_zeros(x: Tensor) -> Tensor:
 
 
 @every_case
-@of_ranks(1, 3)
+@each_rank_of((1, 3))
 def test_result_and_gradient_share_memory_with_nothing(comm: ac.Communicator, case: Case) -> None:
     x = draw(comm.rank, case.shape(comm.size)).requires_grad_()
     y = case.call(x, comm=comm)
@@ -200,7 +200,7 @@ def test_result_and_gradient_share_memory_with_nothing(comm: ac.Communicator, ca
 
 
 @every_case
-@of_ranks(3)
+@each_rank_of(3)
 def test_tensor_requires_gradients_on_some_ranks_only(comm: ac.Communicator, case: Case) -> None:
     """The ranks without one take part in the backward pass; theirs is a graph of their own."""
     loss = objective(case, comm)
@@ -216,7 +216,7 @@ def test_tensor_requires_gradients_on_some_ranks_only(comm: ac.Communicator, cas
             torch.testing.assert_close(own.grad, expected, rtol=0, atol=0)
 
 
-@of_ranks(3)
+@each_rank_of(3)
 def test_ranks_other_than_the_root_need_no_tensor(comm: ac.Communicator) -> None:
     w = torch.arange(3.0).requires_grad_()
     received = collectives.bcast(w if comm.rank == 1 else None, 1, comm=comm)
@@ -230,7 +230,7 @@ def test_ranks_other_than_the_root_need_no_tensor(comm: ac.Communicator) -> None
     assert torch.equal(numbers, torch.arange(3))
 
 
-@of_ranks(1, 3)
+@each_rank_of((1, 3))
 def test_what_nothing_differentiates_is_the_plain_result(comm: ac.Communicator) -> None:
     for x in (torch.arange(3), torch.tensor([True, False]), torch.arange(3.0)):
         for op in ("min", "max", "or" if x.dtype == torch.bool else "prod"):
@@ -244,7 +244,7 @@ def test_what_nothing_differentiates_is_the_plain_result(comm: ac.Communicator) 
 
 
 @pytest.mark.parametrize("op", ["max", ac.op(lambda a, b: a)])
-@of_ranks(3)
+@each_rank_of(3)
 def test_op_without_a_gradient_is_refused_on_every_rank(comm: ac.Communicator, op: Any) -> None:
     message = r'op must be "sum" or "mean" if x is differentiated.* on ranks \[1\]'
     w = torch.ones(comm.size, requires_grad=comm.rank == 1)
@@ -254,7 +254,7 @@ def test_op_without_a_gradient_is_refused_on_every_rank(comm: ac.Communicator, o
     assert comm.allreduce(1) == comm.size
 
 
-@of_ranks(3)
+@each_rank_of(3)
 def test_what_is_no_tensor_is_an_error_on_every_rank(comm: ac.Communicator) -> None:
     for name in ("allreduce", "allgather", "reduce_scatter", "alltoall", "bcast"):
         x = np.ones(comm.size) if comm.rank == 1 else torch.ones(comm.size)
@@ -264,7 +264,7 @@ def test_what_is_no_tensor_is_an_error_on_every_rank(comm: ac.Communicator) -> N
     assert comm.allreduce(1) == comm.size
 
 
-@of_ranks(3)
+@each_rank_of(3)
 def test_backward_passes_of_different_calls_do_not_meet(comm: ac.Communicator) -> None:
     """Two calls of one shape: without the numbers, the gradient of one would be that of the other."""
     message = (
@@ -282,7 +282,7 @@ def test_backward_passes_of_different_calls_do_not_meet(comm: ac.Communicator) -
     assert w.grad.tolist() == [comm.size] * 3
 
 
-@of_ranks(3)
+@each_rank_of(3)
 def test_rank_that_differentiates_nothing_is_a_mismatch(comm: ac.Communicator) -> None:
     y = collectives.allreduce(torch.ones(3, requires_grad=True), comm=comm)
     another_call = partial(collectives.allreduce, y, comm=comm)
@@ -295,7 +295,7 @@ def test_rank_that_differentiates_nothing_is_a_mismatch(comm: ac.Communicator) -
     assert comm.allreduce(1) == comm.size
 
 
-@of_ranks(3)
+@each_rank_of(3)
 def test_transforms_that_differ_between_ranks_are_a_mismatch(comm: ac.Communicator) -> None:
     message = "x must be in the same transforms of torch.func on every rank; it is in "
     other = torch.ones(3)
@@ -309,7 +309,7 @@ def test_transforms_that_differ_between_ranks_are_a_mismatch(comm: ac.Communicat
         torch.func.vmap(loss)(torch.ones(2, 3))
 
 
-@of_ranks(1, 3)
+@each_rank_of((1, 3))
 def test_scalars_of_vmap_have_no_row_for_each_rank(comm: ac.Communicator) -> None:
     # As many as there are ranks, so that the batch could be taken for the rows.
     batch = torch.ones(comm.size)
@@ -318,7 +318,7 @@ def test_scalars_of_vmap_have_no_row_for_each_rank(comm: ac.Communicator) -> Non
             torch.func.vmap(partial(call, comm=comm))(batch)
 
 
-@of_ranks(3)
+@each_rank_of(3)
 def test_grad_modes_that_differ_between_ranks_are_a_mismatch(comm: ac.Communicator) -> None:
     w = torch.ones(3, requires_grad=True)
     with torch.set_grad_enabled(comm.rank > 0), pytest.raises(ac.MismatchError):
@@ -326,7 +326,7 @@ def test_grad_modes_that_differ_between_ranks_are_a_mismatch(comm: ac.Communicat
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-@of_ranks(1, 3)
+@each_rank_of((1, 3))
 def test_checkpoints_repeat_the_call(comm: ac.Communicator, reentrant: bool) -> None:
     def squares(x: Tensor) -> Tensor:
         return collectives.allreduce(x, comm=comm).tanh().square().sum()
@@ -337,7 +337,7 @@ def test_checkpoints_repeat_the_call(comm: ac.Communicator, reentrant: bool) -> 
     torch.testing.assert_close(x.grad, expected, rtol=0, atol=0)
 
 
-@of_ranks(1, 3)
+@each_rank_of((1, 3))
 def test_a_long_tensor_goes_over_the_transport(comm: ac.Communicator) -> None:
     x = torch.full((comm.size, 30_000), comm.rank + 1.0, requires_grad=True)
     collectives.alltoall(

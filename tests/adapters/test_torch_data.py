@@ -10,9 +10,9 @@ import pytest
 
 import arraycomm as ac
 from arraycomm.testing import run
-from tests.adapters.ranks import of_ranks
 from tests.support.launched import ROOT, Report
 from tests.support.launcher import needs_mpiexec, run_python
+from tests.support.on_ranks import each_rank_of
 
 torch = pytest.importorskip("torch")
 
@@ -91,7 +91,7 @@ def test_batches_are_the_containers_collated_and_as_many_on_every_rank(kind, une
         run(size, check, batch)
 
 
-@of_ranks(2)
+@each_rank_of(2)
 def test_a_data_set_without_items_has_no_batches(comm: ac.Communicator) -> None:
     loader = DataLoader(container(comm, []), 2)
     assert len(loader) == len(list(loader)) == 0
@@ -119,7 +119,7 @@ def test_loop_that_is_left_goes_on_from_its_state_on_other_ranks() -> None:
     assert sorted(seen) == list(range(23))
 
 
-@of_ranks(1)
+@each_rank_of(1)
 def test_another_loop_ends_the_one_before(comm: ac.Communicator) -> None:
     loader = DataLoader(container(comm, range(9)), 2)
     first = iter(loader)
@@ -210,7 +210,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("collate_fn", "said"), REFUSED.values(), ids=REFUSED)
-@of_ranks(2)
+@each_rank_of(2)
 def test_collate_fn_that_cannot_be_cut_fails_before_the_first_batch(
     comm: ac.Communicator, collate_fn, said
 ) -> None:

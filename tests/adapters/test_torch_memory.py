@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import arraycomm as ac
 from arraycomm.testing import run
-from tests.adapters.ranks import of_ranks
+from tests.support.on_ranks import each_rank_of
 
 torch = pytest.importorskip("torch")
 
@@ -196,7 +196,7 @@ def test_drawn_loops_give_what_autograd_gives(program: Program, size: int) -> No
     run(size, lambda comm: check(program, comm))
 
 
-@of_ranks(2)
+@each_rank_of(2)
 def test_gradients_of_usual_layers_are_not_copied(comm: ac.Communicator) -> None:
     """Their memory is theirs alone: the reduction writes its results there."""
     layers = [torch.nn.Conv2d(1, 2, 3), torch.nn.BatchNorm2d(2), torch.nn.Flatten()]
@@ -219,7 +219,7 @@ def test_gradients_of_usual_layers_are_not_copied(comm: ac.Communicator) -> None
         optimizer.step()
 
 
-@of_ranks(3)
+@each_rank_of(3)
 def test_another_optimizers_parameter_keeps_its_gradient(comm: ac.Communicator) -> None:
     """It is this rank's own, and in the same memory as that of the parameter which all ranks share."""
     shared, own = made(2)
@@ -236,7 +236,7 @@ def test_another_optimizers_parameter_keeps_its_gradient(comm: ac.Communicator) 
         assert (given == comm.rank + 1).all()
 
 
-@of_ranks(3)
+@each_rank_of(3)
 def test_gradients_from_inference_mode_are_taken(comm: ac.Communicator) -> None:
     """As evolution strategies make them; torch counts no writes to these."""
     (weight,) = made(1)
@@ -252,7 +252,7 @@ def test_gradients_from_inference_mode_are_taken(comm: ac.Communicator) -> None:
     assert torch.allclose(weight, before - 0.5 * mean * (1 + 1.9))
 
 
-@of_ranks(2)
+@each_rank_of(2)
 def test_memory_of_numpy_is_not_written_to(comm: ac.Communicator) -> None:
     (weight,) = made(1)
     optimizer = ac.DistributedOptimizer(torch.optim.SGD([weight], 0.5), comm=comm)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import arraycomm as ac
 from arraycomm.testing import run
-from tests.adapters.ranks import of_ranks
+from tests.support.on_ranks import each_rank_of
 
 torch = pytest.importorskip("torch")
 slots = pytest.importorskip("arraycomm.adapters.torch._slots")
@@ -377,7 +377,7 @@ def weight_and_optimizer(comm: ac.Communicator, **options: Any) -> tuple[Any, An
     return weight, ac.DistributedOptimizer(optimizer, comm=comm, op="sum", **options)
 
 
-@of_ranks(3)
+@each_rank_of(3)
 def test_gradients_are_reduced_when_backward_returns(comm: ac.Communicator) -> None:
     weight, optimizer = weight_and_optimizer(comm)
     (weight * (comm.rank + 1)).sum().backward()
@@ -401,7 +401,7 @@ def test_gradients_are_reduced_when_backward_returns(comm: ac.Communicator) -> N
     assert weight.tolist() == [-78.0, -78.0]
 
 
-@of_ranks(3)
+@each_rank_of(3)
 def test_ranks_may_accumulate_as_often_as_they_like_in_no_sync(comm: ac.Communicator) -> None:
     weight, optimizer = weight_and_optimizer(comm)
     weight.sum().backward()
@@ -435,7 +435,7 @@ class Broken(torch.autograd.Function):  # type: ignore[misc, name-defined]
 
 
 @pytest.mark.parametrize(("zero", "count"), [(True, 300), (False, 150_000)])
-@of_ranks(3)
+@each_rank_of(3)
 def test_after_an_exception_in_backward_training_goes_on(
     comm: ac.Communicator, zero: bool, count: int
 ) -> None:
@@ -503,7 +503,7 @@ def test_large_gradients_are_reduced_where_they_are() -> None:
     assert all(other == one for other in others)
 
 
-@of_ranks(2)
+@each_rank_of(2)
 def test_a_dropped_optimizer_reduces_no_more(comm: ac.Communicator) -> None:
     weight, optimizer = weight_and_optimizer(comm)
     weight.sum().backward()
@@ -653,7 +653,7 @@ def test_an_optimizer_that_clips_single_examples_is_refused() -> None:
         run(1, lambda comm: ac.DistributedOptimizer(optimizer, comm=comm))
 
 
-@of_ranks(2)
+@each_rank_of(2)
 def test_a_step_inside_backward_is_refused_on_all_ranks(comm: ac.Communicator) -> None:
     weight, optimizer = weight_and_optimizer(comm)
     if comm.rank:
@@ -668,7 +668,7 @@ def clamp(weight: Any) -> None:
 
 
 @pytest.mark.parametrize("buckets", [1, 3])
-@of_ranks(2)
+@each_rank_of(2)
 def test_a_hook_that_changes_a_gradient_inside_backward_is_refused(
     comm: ac.Communicator, buckets: int
 ) -> None:
@@ -684,7 +684,7 @@ def test_a_hook_that_changes_a_gradient_inside_backward_is_refused(
 
 
 @pytest.mark.parametrize("how", ["clip", "scale"])
-@of_ranks(2)
+@each_rank_of(2)
 def test_local_gradients_of_accumulated_steps_must_not_be_changed(
     comm: ac.Communicator, how: str
 ) -> None:
@@ -698,7 +698,7 @@ def test_local_gradients_of_accumulated_steps_must_not_be_changed(
         scaler.step(optimizer)
 
 
-@of_ranks(2)
+@each_rank_of(2)
 def test_optimizers_of_one_parameter_must_reduce_it_alike(comm: ac.Communicator) -> None:
     weight, optimizer = weight_and_optimizer(comm)
     other = ac.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), comm=comm, op="mean")
@@ -714,7 +714,7 @@ def test_no_sync_needs_a_distributed_optimizer() -> None:
         no_sync(optimizer).__enter__()
 
 
-@of_ranks(2)
+@each_rank_of(2)
 def test_a_step_after_join_with_gradients_of_the_block_is_refused(comm: ac.Communicator) -> None:
     weight, optimizer = weight_and_optimizer(comm)
     with ac.join(comm):

@@ -12,8 +12,7 @@ from arraycomm._communicator import Communicator
 from arraycomm._messages.matching import Matcher
 from arraycomm._transports.threads import SelfTransport
 from arraycomm.testing import run
-from tests.collectives.each_rank import each_rank_of
-from tests.support.on_ranks import alone
+from tests.support.on_ranks import alone, each_rank_of
 
 # Elements of float64 that travel with the envelope, and that follow it.
 SHORT, LONG = 5, 20_000

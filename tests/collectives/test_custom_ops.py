@@ -15,8 +15,7 @@ import arraycomm as ac
 from arraycomm._communicator import Communicator
 from arraycomm.testing import run
 from arraycomm.testing.strategies import ArrayCase, installed_frameworks
-from tests.collectives.each_rank import each_rank_of
-from tests.support.on_ranks import alone
+from tests.support.on_ranks import alone, each_rank_of
 from tests.support.oracle import same_bits
 
 Array = np.ndarray[Any, Any]

@@ -8,9 +8,9 @@ from arraycomm._communicator import Communicator
 from arraycomm._native import compiled
 from arraycomm._reduce import algorithms, selection
 from arraycomm._reduce.selection import Algorithm
-from tests.collectives.each_rank import each_rank_of
 from tests.support import internals
 from tests.support.device import in_own_stream, linked_devices
+from tests.support.on_ranks import each_rank_of
 
 
 @pytest.mark.parametrize("count", [0, 1, 17, 4096, 4097, 65_537, 200_000])

@@ -11,9 +11,9 @@ import pytest
 import arraycomm as ac
 from arraycomm._calls import fast_paths
 from arraycomm._communicator import Communicator
-from tests.collectives.each_rank import each_rank_of
 from tests.support import internals
 from tests.support.launcher import needs_mpiexec, run_python
+from tests.support.on_ranks import each_rank_of
 
 Array = np.ndarray[Any, Any]
 SHORT, LONG = 40, 20_000

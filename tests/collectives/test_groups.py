@@ -9,8 +9,8 @@ import pytest
 import arraycomm as ac
 from arraycomm._communicator import Communicator
 from arraycomm._transports.threads import make_group
-from tests.collectives.each_rank import each_rank_of
 from tests.support import internals
+from tests.support.on_ranks import each_rank_of
 
 
 def test_split_partitions_by_color_and_orders_by_key(on_ranks, few) -> None:

@@ -18,9 +18,8 @@ import pytest
 import arraycomm as ac
 from arraycomm._communicator import Communicator
 from arraycomm.testing import run
-from tests.collectives.each_rank import each_rank_of
 from tests.support.frameworks import need
-from tests.support.on_ranks import LAUNCH, alone
+from tests.support.on_ranks import LAUNCH, alone, each_rank_of
 
 LIMIT = 10.0
 

@@ -23,11 +23,10 @@ from arraycomm._reduce import blocks
 from arraycomm._transports.threads import SelfTransport
 from arraycomm.testing import run
 from arraycomm.testing.strategies import ArrayCase, installed_frameworks
-from tests.collectives.each_rank import each_rank_of
 from tests.support import internals
 from tests.support.frameworks import need
 from tests.support.launcher import needs_mpiexec, run_python
-from tests.support.on_ranks import alone
+from tests.support.on_ranks import alone, each_rank_of
 from tests.support.oracle import DTYPES, same_bits, sample
 
 Array = np.ndarray[Any, Any]

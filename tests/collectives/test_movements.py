@@ -14,9 +14,9 @@ import pytest
 import arraycomm as ac
 from arraycomm._communicator import Communicator
 from arraycomm._reduce import blocks
-from tests.collectives.each_rank import each_rank_of
 from tests.support import internals
 from tests.support.layouts import OUTS
+from tests.support.on_ranks import each_rank_of
 
 Array = np.ndarray[Any, Any]
 

@@ -7,7 +7,7 @@ import pytest
 
 import arraycomm as ac
 from arraycomm._communicator import Communicator
-from tests.collectives.each_rank import each_rank_of
+from tests.support.on_ranks import each_rank_of
 
 
 @pytest.mark.parametrize("length", [0, 10, 200, 5_000, 3_000_000])

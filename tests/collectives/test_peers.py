@@ -13,8 +13,8 @@ import pytest
 import arraycomm as ac
 from arraycomm._communicator import Communicator
 from arraycomm._training.batches.data import DistributedDataContainer
-from tests.collectives.each_rank import each_rank_of
 from tests.support import internals
+from tests.support.on_ranks import each_rank_of
 
 SIZES = [3, 20_000]
 

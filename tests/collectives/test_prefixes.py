@@ -14,9 +14,9 @@ import pytest
 from arraycomm._communicator import Communicator
 from arraycomm._dtypes import BY_NAME
 from arraycomm._reduce import blocks, selection
-from tests.collectives.each_rank import each_rank_of
 from tests.support import internals
 from tests.support.layouts import OUTS
+from tests.support.on_ranks import each_rank_of
 from tests.support.oracle import OPS, expected, family, same_bits, same_result, sample
 
 Array = np.ndarray[Any, Any]

@@ -10,8 +10,8 @@ import arraycomm as ac
 from arraycomm._communicator import Communicator
 from arraycomm._dtypes import BY_NAME
 from arraycomm._reduce import selection
-from tests.collectives.each_rank import each_rank_of
 from tests.support import internals
+from tests.support.on_ranks import each_rank_of
 from tests.support.oracle import OPS, expected, family, same_bits, same_result, sample
 
 # One element, what travels in the header of a node, and what goes through a segment or in slices.

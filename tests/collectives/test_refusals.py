@@ -14,8 +14,8 @@ from arraycomm._arrays.frameworks.torch import TORCH
 from arraycomm._arrays.views import view
 from arraycomm._calls import refusals
 from arraycomm._communicator import Communicator
-from tests.collectives.each_rank import each_rank_of
 from tests.support.frameworks import make, need
+from tests.support.on_ranks import each_rank_of
 
 UNLOADED = replace(TORCH, module="a module that is not loaded")
 Call = Callable[[Communicator, Any, Any], Any]

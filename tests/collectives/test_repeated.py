@@ -14,10 +14,9 @@ import arraycomm as ac
 from arraycomm._collectives import shared_arrays
 from arraycomm._reduce import chunks, selection
 from arraycomm._transports.base import Transport
-from tests.collectives.each_rank import each_rank_of
 from tests.support import internals
 from tests.support.layouts import LAYOUTS
-from tests.support.on_ranks import OnRanks
+from tests.support.on_ranks import OnRanks, each_rank_of
 
 # More elements than travel with a header.
 COUNT = 70_000

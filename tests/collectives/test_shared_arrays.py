@@ -12,9 +12,9 @@ from arraycomm._collectives import shared_arrays
 from arraycomm._communicator import Communicator
 from arraycomm._native import compiled
 from arraycomm.testing._arrays.frameworks import elements_of
-from tests.collectives.each_rank import each_rank_of
 from tests.support import internals
 from tests.support.device import linked_devices
+from tests.support.on_ranks import each_rank_of
 
 COUNT = 70_001
 # What each rank passes: where x and out lie; and from how many ranks on it is not reduced where it lies.

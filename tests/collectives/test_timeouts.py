@@ -14,8 +14,7 @@ import pytest
 import arraycomm as ac
 from arraycomm._communicator import Communicator
 from arraycomm.testing import run
-from tests.collectives.each_rank import each_rank_of
-from tests.support.on_ranks import alone
+from tests.support.on_ranks import alone, each_rank_of
 
 Call = Callable[[Communicator, float | None], Any]
 

@@ -9,7 +9,7 @@ import pytest
 
 import arraycomm as ac
 from arraycomm._communicator import Communicator
-from tests.collectives.each_rank import each_rank_of
+from tests.support.on_ranks import each_rank_of
 
 EXPECTED = (ZeroDivisionError, TypeError, ac.PeerError)
 

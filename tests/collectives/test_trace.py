@@ -16,8 +16,8 @@ import pytest
 
 import arraycomm as ac
 from arraycomm._trace.files import read
-from tests.collectives.each_rank import each_rank_of
 from tests.support import internals
+from tests.support.on_ranks import each_rank_of
 from tests.trace.event_format import check_format
 
 ELEMENTS = 1 << 16

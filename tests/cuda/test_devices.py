@@ -17,7 +17,7 @@ from arraycomm._cuda import streams
 from tests.support import internals
 from tests.support.collectives import COLLECTIVES
 from tests.support.device import in_own_stream, linked_devices
-from tests.support.on_ranks import LAUNCH, SIZES, OnRanks, alone, by
+from tests.support.on_ranks import LAUNCH, SIZES, OnRanks, alone, each_rank_of
 
 Array = np.ndarray[Any, Any]
 
@@ -98,7 +98,7 @@ def _wait_until(found: Any) -> None:
 
 @pytest.mark.every_combination
 @pytest.mark.parametrize("name", COLLECTIVES)
-@by("on_devices", "size")
+@each_rank_of("size", by="on_devices")
 def test_device_gives_what_the_host_gives(comm, name, any_link) -> None:
     for count in (0, 1, 5, 9000):
         x = _values(comm, count)
@@ -116,7 +116,7 @@ def test_device_gives_what_the_host_gives(comm, name, any_link) -> None:
 
 
 @pytest.mark.parametrize("name", COLLECTIVES)
-@by("on_devices", "several")
+@each_rank_of("several", by="on_devices")
 def test_ranks_whose_arrays_are_on_the_host_meet_the_others(comm, name, any_link) -> None:
     """On every rank in turn; each result is where that rank's own array is."""
     for count in (2, 9000):
@@ -130,7 +130,7 @@ def test_ranks_whose_arrays_are_on_the_host_meet_the_others(comm, name, any_link
                 assert want is None or np.array_equal(_host(got), want)
 
 
-@by("on_devices", "size")
+@each_rank_of("size", by="on_devices")
 def test_out_is_written_wherever_it_is(comm, any_link) -> None:
     x = _values(comm, 4)
     want = comm.allreduce(x)
@@ -188,7 +188,7 @@ def test_requests_may_begin_before_the_choice_of_a_link_or_after(on_devices, sev
         on_devices(several, check)
 
 
-@by("on_devices", "several")
+@each_rank_of("several", by="on_devices")
 def test_call_returns_before_the_others_have_come(comm, cuda) -> None:
     """Only the header is still to be seen to; the next call waits for it."""
     with comm.dup() as together:
@@ -225,7 +225,7 @@ def _then_barrier(comm: Communicator, call: Any) -> None:
     comm.barrier()
 
 
-@by("on_devices", "several")
+@each_rank_of("several", by="on_devices")
 def test_mismatch_of_a_call_that_went_ahead_is_raised_by_the_next(comm, cuda) -> None:
     comm.allreduce(_there(np.ones(5, "float32")))
     aborted = _note_aborts(comm)
@@ -237,7 +237,7 @@ def test_mismatch_of_a_call_that_went_ahead_is_raised_by_the_next(comm, cuda) ->
     assert aborted
 
 
-@by("on_devices", "several")
+@each_rank_of("several", by="on_devices")
 def test_wrong_argument_ends_what_others_have_put_on_their_devices(comm, cuda) -> None:
     x = _there(np.ones(5, "float32"))
     comm.allreduce(x)
@@ -256,7 +256,7 @@ def test_wrong_argument_ends_what_others_have_put_on_their_devices(comm, cuda) -
 # Over MPI other ranks would wait for the data of one that is given up.
 @alone
 @pytest.mark.parametrize("within", [False, True], ids=["while nothing is called", "within a call"])
-@by("on_devices", "several")
+@each_rank_of("several", by="on_devices")
 def test_rank_that_does_not_come_is_noticed(comm, within, cuda) -> None:
     """The caller may be waiting for its device: the watch ends what is under way there.
 
@@ -293,7 +293,7 @@ def test_rank_that_does_not_come_is_noticed(comm, within, cuda) -> None:
 
 # Over MPI other ranks would wait for the data of one that is given up.
 @alone
-@by("on_devices", "several")
+@each_rank_of("several", by="on_devices")
 def test_device_that_does_not_come_to_the_end_is_given_up(comm, cuda) -> None:
     """Every rank has called; but the data moves no more, and no error tells why."""
     x = _there(np.ones(5, "float32"))
@@ -319,7 +319,7 @@ def test_device_that_does_not_come_to_the_end_is_given_up(comm, cuda) -> None:
     together.barrier()
 
 
-@by("on_devices", "several")
+@each_rank_of("several", by="on_devices")
 def test_own_work_before_a_call_may_take_longer_than_the_timeout(comm, cuda) -> None:
     """Other ranks are waited for from where the device comes to the call."""
     x = _there(np.ones(5, "float32"))
@@ -337,7 +337,7 @@ def test_own_work_before_a_call_may_take_longer_than_the_timeout(comm, cuda) -> 
     assert not aborted
 
 
-@by("on_devices", "several")
+@each_rank_of("several", by="on_devices")
 def test_small_reductions_of_the_host_stay_short_and_meet_devices(comm, any_link) -> None:
     x = np.ones(3, "float32")
     for _ in range(3):
@@ -350,7 +350,7 @@ def test_small_reductions_of_the_host_stay_short_and_meet_devices(comm, any_link
         assert _host(got)[0] == comm.size
 
 
-@by("on_devices", "several")
+@each_rank_of("several", by="on_devices")
 def test_parts_and_duplicates_have_links_of_their_own(comm, any_link) -> None:
     x = _there(np.ones(3, "float32"))
     comm.allreduce(x)
@@ -363,7 +363,7 @@ def test_parts_and_duplicates_have_links_of_their_own(comm, any_link) -> None:
         assert internals.device_link(same) is not internals.device_link(comm)
 
 
-@by("on_devices", "several")
+@each_rank_of("several", by="on_devices")
 def test_without_the_check_arrays_are_staged_unless_a_link_is_there(comm, cuda) -> None:
     x = _there(np.full(9000, comm.rank, "float32"))
     with comm.dup(check=False) as unchecked:
@@ -372,7 +372,7 @@ def test_without_the_check_arrays_are_staged_unless_a_link_is_there(comm, cuda) 
         assert internals.device_link(unchecked) is None
 
 
-@by("on_devices", "several")
+@each_rank_of("several", by="on_devices")
 def test_functions_of_ones_own_get_the_array_by_way_of_the_host(comm, any_link) -> None:
     x = _there(np.full(4, comm.rank + 1.0))
     comm.allreduce(x)
@@ -396,7 +396,7 @@ def _same(got: Any, want: Any) -> bool:
 
 @pytest.mark.every_combination
 @pytest.mark.parametrize("where", ["abcde", "ad", "b"])
-@by("on_devices", "size")
+@each_rank_of("size", by="on_devices")
 def test_tree_is_reduced_leaf_by_leaf_where_it_is(comm, where, any_link) -> None:
     want = ac.allreduce_tree(_tree(comm, ""), "sum", comm=comm)
     plan = comm.plan(_tree(comm, where), "sum")
@@ -412,7 +412,7 @@ def test_tree_is_reduced_leaf_by_leaf_where_it_is(comm, where, any_link) -> None
     assert internals.device_link(comm) is not None
 
 
-@by("on_devices", "several")
+@each_rank_of("several", by="on_devices")
 def test_tree_that_is_elsewhere_on_other_ranks_goes_by_the_host(comm, any_link) -> None:
     want = ac.allreduce_tree(_tree(comm, ""), "sum", comm=comm)
     plan = comm.plan(_tree(comm, ""), "sum")
@@ -424,7 +424,7 @@ def test_tree_that_is_elsewhere_on_other_ranks_goes_by_the_host(comm, any_link) 
 
 
 @pytest.mark.parametrize("name", ["allreduce_tree", "Plan"])
-@by("on_devices", "several")
+@each_rank_of("several", by="on_devices")
 def test_tree_on_devices_goes_ahead_of_its_header(comm, name, cuda) -> None:
     """As one array does: the host waits for no other, and what differs is raised by the next call."""
     together = comm.dup()
@@ -448,7 +448,7 @@ def test_tree_on_devices_goes_ahead_of_its_header(comm, name, cuda) -> None:
     together.barrier()
 
 
-@by("on_devices", "several")
+@each_rank_of("several", by="on_devices")
 def test_leaves_of_the_host_join_those_that_went_ahead(comm, cuda) -> None:
     comm.allreduce(_there(np.ones(1)))
     want = ac.allreduce_tree(_tree(comm, ""), "sum", comm=comm)
@@ -461,7 +461,7 @@ def test_leaves_of_the_host_join_those_that_went_ahead(comm, cuda) -> None:
                 assert [type(x) for x in got.values()] == [type(x) for x in tree.values()]
 
 
-@by("on_devices", "several")
+@each_rank_of("several", by="on_devices")
 def test_first_gradients_of_all_may_be_missing(comm, any_link) -> None:
     """Where the ranks are yet to choose a link, and this one has no array to tell of."""
     x = np.arange(5, dtype="float32")
@@ -471,7 +471,7 @@ def test_first_gradients_of_all_may_be_missing(comm, any_link) -> None:
         assert np.array_equal(_host(got["a"]), x * (comm.size - 1))
 
 
-@by("on_devices", "several")
+@each_rank_of("several", by="on_devices")
 def test_gradient_that_a_rank_does_not_have_counts_as_zeros(comm, any_link) -> None:
     for _ in range(2):
         tree = _tree(comm, "abcde")
@@ -495,7 +495,7 @@ def _calls_of(comm: Communicator, x: Any) -> list[Any]:
     ]
 
 
-@by("on_devices", "several")
+@each_rank_of("several", by="on_devices")
 def test_steps_keep_to_the_callers_stream_in_whichever_thread(comm, any_link) -> None:
     """The first calls choose the link, in the progress thread too."""
     import cupy
@@ -523,7 +523,7 @@ def test_steps_keep_to_the_callers_stream_in_whichever_thread(comm, any_link) ->
     assert any(note.thread == "arraycomm-progress" for note in notes)
 
 
-@by("on_devices", "several")
+@each_rank_of("several", by="on_devices")
 def test_who_waits_in_another_stream_finds_its_result_there(comm, any_link) -> None:
     import cupy
 
@@ -549,7 +549,7 @@ def _waits(machine: Any) -> list[tuple[int, int]]:
     return [(note.stream, note.after) for note in machine.log if note.after is not None]
 
 
-@by("on_devices", "several")
+@each_rank_of("several", by="on_devices")
 def test_capture_on_one_rank_is_an_error_on_all(comm, cuda) -> None:
     import cupy
 
@@ -572,7 +572,7 @@ def test_capture_on_one_rank_is_an_error_on_all(comm, cuda) -> None:
 # Over MPI other ranks would wait for the data of one that is given up.
 @alone
 @pytest.mark.parametrize("call", ["allreduce", "iallreduce"])
-@by("on_devices", "several")
+@each_rank_of("several", by="on_devices")
 def test_header_is_checked_while_a_thread_waits_for_cuda(comm, call, cuda) -> None:
     """As one does that takes memory, or loads a kernel, behind a movement whose peers do not come."""
     comm.allreduce(_there(np.ones(5, "float32")))
@@ -592,7 +592,7 @@ def test_header_is_checked_while_a_thread_waits_for_cuda(comm, call, cuda) -> No
         _then_barrier(comm, lambda: getattr(comm, call)(x))
 
 
-@by("on_devices", "several")
+@each_rank_of("several", by="on_devices")
 def test_what_the_device_has_finished_with_is_let_go_between_calls(comm, cuda) -> None:
     """As an array of JAX, which cannot be donated meanwhile."""
     x = _there(np.ones(5, "float32"))

@@ -19,7 +19,7 @@ from arraycomm._protocol.waits.waiting import wait_for
 from arraycomm._transports.base import Blocks, Handle
 from tests.support import internals
 from tests.support.device import software_device
-from tests.support.on_ranks import OnRanks, by, on_ranks, several, size, transport
+from tests.support.on_ranks import OnRanks, each_rank_of, on_ranks, several, size, transport
 
 __all__ = ["on_ranks", "several", "size", "transport"]
 
@@ -98,7 +98,7 @@ def _logging(comm: Communicator, memory: Told, name: str) -> None:
 
 
 @pytest.mark.parametrize("count", [0, 256, 257, 2000])
-@by("on_ranks", "several")
+@each_rank_of("several")
 def test_allreduce_folds_chunk_by_chunk(comm, count) -> None:
     link, memory = _link(comm)
     x = (np.arange(count) * 7 % 23 + comm.rank).astype("float32")
@@ -111,7 +111,7 @@ def test_allreduce_folds_chunk_by_chunk(comm, count) -> None:
 
 
 @pytest.mark.parametrize("name", ["allreduce", "bcast", "allgather"])
-@by("on_ranks", "several")
+@each_rank_of("several")
 def test_copies_go_on_while_mpi_has_a_chunk(comm, name) -> None:
     chunk = 1 << 20 if name == "allreduce" else CHUNK
     with comm.dup() as apart:
@@ -160,7 +160,7 @@ def _scattered(lengths: list[int], fill: int) -> tuple[Array, list[int]]:
 
 
 @pytest.mark.parametrize("scale", [0, 1, 3000])
-@by("on_ranks", "several")
+@each_rank_of("several")
 def test_blocks_may_lie_anywhere(comm, scale) -> None:
     """Bytes between blocks are neither read nor written."""
     link, memory = _link(comm)

@@ -22,8 +22,8 @@ from arraycomm._communicator import Communicator
 from arraycomm._native import compiled
 from arraycomm._transports.threads import Group, make_group
 from arraycomm.testing import run
-from tests.collectives.each_rank import each_rank_of
 from tests.support import internals
+from tests.support.on_ranks import each_rank_of
 from tests.support.oracle import expected, same_result
 
 if compiled is None:

@@ -18,8 +18,8 @@ from arraycomm._communicator import Communicator
 from arraycomm._native import compiled
 from arraycomm._reduce import segment, selection
 from arraycomm.testing import run
-from tests.collectives.each_rank import each_rank_of
 from tests.support import internals
+from tests.support.on_ranks import each_rank_of
 from tests.support.oracle import expected, same_result
 
 if compiled is None:

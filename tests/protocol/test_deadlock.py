@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 import arraycomm as ac
 from arraycomm import Communicator
 from arraycomm._protocol.waits.deadlock import DeadlockWatch, WaitStatus, find_deadlock
-from tests.collectives.each_rank import each_rank_of
 from tests.support import internals
-from tests.support.on_ranks import alone
+from tests.support.on_ranks import alone, each_rank_of
 
 # Seconds; ranks on one node raise after 0.7, and between nodes after two questions, at 0.4 and 0.8.
 SOON = 8.0

@@ -17,9 +17,8 @@ import arraycomm as ac
 from arraycomm._calls.fast_paths import FastPaths
 from arraycomm._communicator import Communicator
 from arraycomm.testing import run
-from tests.collectives.each_rank import each_rank_of
 from tests.support import internals
-from tests.support.on_ranks import LAUNCH
+from tests.support.on_ranks import LAUNCH, each_rank_of
 
 pytestmark = pytest.mark.both_control_channels
 

@@ -10,8 +10,8 @@ import pytest
 
 import arraycomm as ac
 from arraycomm import Communicator
-from tests.collectives.each_rank import each_rank_of
 from tests.support import internals
+from tests.support.on_ranks import each_rank_of
 
 
 @each_rank_of(3)

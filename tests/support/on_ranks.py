@@ -1,5 +1,7 @@
 """`on_ranks(size, fn, *args)`: run a function on some ranks, and return what each returned.
 
+`@each_rank_of(3)` makes a test of what each of three ranks does.
+
 Tests that take it run over threads if pytest is alone, and over MPI if every rank of
 `mpiexec -n 4 python -m pytest tests/collectives` runs them in step: with the control channel in
 shared memory, as on one node, or with the one that goes by messages, as between nodes. A job of an
@@ -41,28 +43,44 @@ alone = pytest.mark.skipif(LAUNCH is not None, reason="runs where pytest is alon
 OnRanks = Callable[..., list[Any]]
 
 
-def by(runner: str, *counts: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Let the ranks of a fixture run a test, which takes the communicator as `comm`.
+def each_rank_of(
+    count: int | tuple[int, ...] | str | None = None, *modules: str, by: str = "on_ranks"
+) -> Callable[[Callable[..., None]], Any]:
+    """Make a test of what each rank does; `comm` is its communicator, other arguments are fixtures.
 
-    The fixture is called with the values of the fixtures `counts`, and with what a rank does.
+    Parameters
+    ----------
+    count : int, tuple of int or str
+        How many ranks, one number after the other, or the fixture that tells: `size`, `several` or
+        `few`. Without it the fixture `by` takes no number.
+    *modules : str
+        Without one of these the test is skipped; they are arguments as well.
+    by : str
+        The fixture that runs a function on ranks.
     """
 
-    def decorate(test: Callable[..., None]) -> Callable[..., None]:
-        signature = inspect.signature(test)
-        own = [name for name in signature.parameters if name != "comm"]
+    def decorate(does: Callable[..., None]) -> Any:
+        own = inspect.signature(does).parameters.values()
+        bound = [parameter for parameter in own if parameter.name == "self"]
+        known = ("self", "comm", *modules)
+        wanted = [parameter.name for parameter in own if parameter.name not in known]
+        fixture = [count] if isinstance(count, str) else []
 
-        @functools.wraps(test)
-        def on_all(**given: Any) -> None:
-            arguments = {name: given[name] for name in own}
-            given[runner](*(given[name] for name in counts), lambda comm: test(comm, **arguments))
+        @functools.wraps(does)
+        def test(*self: Any, **fixtures: Any) -> None:
+            given = {name: fixtures[name] for name in wanted}
+            given |= {name: pytest.importorskip(name) for name in modules}
+            counts = [fixtures[name] for name in fixture] or count
+            for each in counts if isinstance(counts, (list, tuple)) else [counts]:
+                size = [] if each is None else [each]
+                fixtures[by](*size, lambda comm: does(*self, comm=comm, **given))
 
-        # What pytest passes.
-        wanted = [
+        asked = [
             inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY)
-            for name in dict.fromkeys((runner, *counts, *own))
+            for name in dict.fromkeys((by, *fixture, *wanted))
         ]
-        on_all.__signature__ = inspect.Signature(wanted)  # type: ignore[attr-defined]
-        return on_all
+        test.__signature__ = inspect.Signature([*bound, *asked])  # type: ignore[attr-defined]
+        return test
 
     return decorate
 

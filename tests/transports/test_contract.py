@@ -23,9 +23,17 @@ from arraycomm._transports.control import PAYLOAD
 from arraycomm._transports.notes import FAILED, GAVE_UP, GONE
 from arraycomm._transports.processes.lives import Lives
 from arraycomm._transports.processes.transport import ProcessesTransport, memory_bytes
-from tests.collectives.each_rank import each_rank_of
 from tests.support import internals
-from tests.support.on_ranks import LAUNCH, SIZES, TIMEOUT, OnRanks, alone, on_ranks, transport
+from tests.support.on_ranks import (
+    LAUNCH,
+    SIZES,
+    TIMEOUT,
+    OnRanks,
+    alone,
+    each_rank_of,
+    on_ranks,
+    transport,
+)
 
 pytestmark = pytest.mark.both_control_channels
 

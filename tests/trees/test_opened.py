@@ -15,7 +15,7 @@ import arraycomm as ac
 from arraycomm import Communicator
 from arraycomm._trees.opened import stays
 from arraycomm._trees.pytrees import flatten
-from tests.collectives.each_rank import each_rank_of
+from tests.support.on_ranks import each_rank_of
 
 
 class Model:

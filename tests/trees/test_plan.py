@@ -14,8 +14,8 @@ import pytest
 
 import arraycomm as ac
 from arraycomm._communicator import Communicator
-from tests.collectives.each_rank import each_rank_of
 from tests.support import internals
+from tests.support.on_ranks import each_rank_of
 
 # Trees that travel with the header, in steps of the board, and through the window.
 SCALES = [1, 400, 40_000]

@@ -10,9 +10,8 @@ import arraycomm as ac
 from arraycomm._communicator import Communicator
 from arraycomm._reduce import chain
 from arraycomm._training.rounds import Bucket, Place, Rounds
-from tests.collectives.each_rank import each_rank_of
 from tests.support import internals
-from tests.support.on_ranks import LAUNCH
+from tests.support.on_ranks import LAUNCH, each_rank_of
 
 # What an optimizer of theirs imports takes each process seconds.
 on_threads = pytest.mark.skipif(

@@ -10,7 +10,7 @@ import pytest
 
 import arraycomm as ac
 from arraycomm.testing import run
-from tests.collectives.each_rank import each_rank_of
+from tests.support.on_ranks import each_rank_of
 
 torch = pytest.importorskip("torch")
 optim = torch.optim

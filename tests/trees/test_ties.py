@@ -11,7 +11,7 @@ import pytest
 
 import arraycomm as ac
 from arraycomm import Communicator
-from tests.collectives.each_rank import each_rank_of
+from tests.support.on_ranks import each_rank_of
 
 _KINDS: Final[dict[str, str]] = {"numpy": "numpy", "torch": "torch", "jax": "jax.numpy"}
 

@@ -13,7 +13,7 @@ from arraycomm._cuda.gpu_aware import gpu_aware
 from tests.cuda.on_device.conftest import Framework, OnRanks
 from tests.support import internals
 from tests.support.collectives import COLLECTIVES
-from tests.support.on_ranks import by
+from tests.support.on_ranks import each_rank_of
 
 Array = np.ndarray[Any, Any]
 
@@ -42,7 +42,7 @@ def check_same(framework: Framework, got: Any, want: Array | None) -> None:
 
 
 @pytest.mark.parametrize("name", COLLECTIVES)
-@by("on_ranks")
+@each_rank_of()
 def test_device_gives_what_the_host_gives(comm, framework, name) -> None:
     for count in (0, 1, 5, 9000, 300_000):
         x = rows(comm, count)
@@ -57,7 +57,7 @@ def test_device_gives_what_the_host_gives(comm, framework, name) -> None:
 
 
 @pytest.mark.parametrize("name", COLLECTIVES)
-@by("on_ranks")
+@each_rank_of()
 def test_host_and_device_arrays_meet(comm, framework, name) -> None:
     """Each rank in turn is the odd one; results are where that rank's own array is."""
     for count in (2, 9000):
@@ -69,7 +69,7 @@ def test_host_and_device_arrays_meet(comm, framework, name) -> None:
                 check_same(framework, COLLECTIVES[name](comm, mine), want)
 
 
-@by("mpi_job")
+@each_rank_of(by="mpi_job")
 def test_mpi_that_reads_no_device_memory_is_handed_copies(comm) -> None:
     cupy = pytest.importorskip("cupy")
     # Several chunks, and a part of one.
@@ -82,7 +82,7 @@ def test_mpi_that_reads_no_device_memory_is_handed_copies(comm) -> None:
     assert link.name == ("self" if comm.size == 1 else several)
 
 
-@by("on_ranks")
+@each_rank_of()
 def test_frameworks_meet(comm, framework) -> None:
     import cupy
 
@@ -94,7 +94,7 @@ def test_frameworks_meet(comm, framework) -> None:
     assert found.tobytes() == comm.allreduce(x).tobytes()
 
 
-@by("on_ranks")
+@each_rank_of()
 def test_root_sends_to_ranks_that_say_what_it_is_like(comm, framework) -> None:
     mine = framework.make(np.full((2, 3), comm.rank, np.float32))
     got = comm.bcast(mine if comm.rank == 0 else None, 0, like=mine)
@@ -124,7 +124,7 @@ def tree_of(comm: Communicator) -> dict[str, Array]:
 
 
 @pytest.mark.parametrize("where", ["abcde", "ad", "b"])
-@by("on_ranks")
+@each_rank_of()
 def test_leaves_are_reduced_where_they_are(comm, framework, where) -> None:
     plain = tree_of(comm)
 
@@ -148,7 +148,7 @@ def test_leaves_are_reduced_where_they_are(comm, framework, where) -> None:
                 assert found.shape == want[name].shape
 
 
-@by("on_ranks")
+@each_rank_of()
 def test_hundreds_of_leaves_are_reduced(comm, framework) -> None:
     x = np.arange(3, dtype="float32") + comm.rank
     one = framework.make(x)
@@ -159,7 +159,7 @@ def test_hundreds_of_leaves_are_reduced(comm, framework) -> None:
     assert all((framework.back(leaf) == want).all() for leaf in got[::97])
 
 
-@by("on_ranks")
+@each_rank_of()
 def test_trees_are_synchronized(comm, framework) -> None:
     mine = {
         "device": framework.make(np.full(7, comm.rank, np.float32)),

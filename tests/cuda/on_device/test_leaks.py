@@ -14,7 +14,7 @@ from arraycomm import Communicator
 from arraycomm._arrays import pinned
 from tests.cuda.on_device.conftest import Framework
 from tests.support import internals
-from tests.support.on_ranks import by
+from tests.support.on_ranks import each_rank_of
 
 MIB = 1 << 20
 
@@ -68,7 +68,7 @@ def check_flat(before: Held, after: Held, device: int = 4 * MIB) -> None:
     assert after.files <= before.files + 2, (before, after)
 
 
-@by("on_ranks")
+@each_rank_of()
 def test_calls_hold_nothing(comm, framework) -> None:
     # The same calls twice: the first time, CUDA loads what they use, and keeps it.
     small_calls(comm, framework, 4000)
@@ -77,7 +77,7 @@ def test_calls_hold_nothing(comm, framework) -> None:
     check_flat(before, held(comm))
 
 
-@by("nccl_job")
+@each_rank_of(by="nccl_job")
 def test_side_streams_hold_nothing(comm, writable) -> None:
     """One stream after another, whose memory the pools keep apart, but only so much of it."""
     import cupy
@@ -109,7 +109,7 @@ def made_and_freed(comm: Communicator, x: Any, number: int) -> None:
         made.free()
 
 
-@by("nccl_job")
+@each_rank_of(by="nccl_job")
 def test_communicators_hold_nothing(comm, framework) -> None:
     x = framework.make(np.ones(1000, np.float32))
     made_and_freed(comm, x, 4)
@@ -122,7 +122,7 @@ def test_communicators_hold_nothing(comm, framework) -> None:
     check_flat(before, held(comm), device=2 * cost + 16 * MIB)
 
 
-@by("nccl_job")
+@each_rank_of(by="nccl_job")
 def test_communicators_that_fail_hold_no_files(comm, framework) -> None:
     x = framework.make(np.ones(1000, np.float32))
 

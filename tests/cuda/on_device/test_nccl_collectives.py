@@ -12,13 +12,13 @@ import arraycomm as ac
 from arraycomm._dtypes import BY_NAME
 from tests.cuda.on_device.test_collectives import rows
 from tests.support import internals
-from tests.support.on_ranks import by
+from tests.support.on_ranks import each_rank_of
 from tests.support.oracle import DTYPES, OPS, expected, family, same_result, sample
 
 COUNTS = (1, 17, 40_000)
 
 
-@by("nccl_job")
+@each_rank_of(by="nccl_job")
 def test_arrays_go_over_nccl(comm, framework) -> None:
     x = framework.make(np.ones(1000, np.float32))
     comm.allreduce(x)
@@ -29,7 +29,7 @@ def test_arrays_go_over_nccl(comm, framework) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@by("nccl_job")
+@each_rank_of(by="nccl_job")
 def test_every_dtype_is_moved_and_reduced(comm, framework, dtype) -> None:
     root = comm.size - 1
     for count in COUNTS:
@@ -50,7 +50,7 @@ def test_every_dtype_is_moved_and_reduced(comm, framework, dtype) -> None:
 
 
 @pytest.mark.parametrize("nbytes", [8, 4 << 10, (64 << 20) - 4, (64 << 20) + 4, 300 << 20])
-@by("nccl_job")
+@each_rank_of(by="nccl_job")
 def test_long_arrays_go_in_chunks(comm, framework, nbytes) -> None:
     count = nbytes // 4
     x = (np.arange(count) % 251).astype(np.float32)
@@ -60,7 +60,7 @@ def test_long_arrays_go_in_chunks(comm, framework, nbytes) -> None:
 
 @pytest.mark.parametrize("op", ["sum", "prod", "mean"])
 @pytest.mark.parametrize("dtype", ["float32", "complex64", "bfloat16"])
-@by("nccl_job")
+@each_rank_of(by="nccl_job")
 def test_an_order_of_nccls_own_gives_all_ranks_the_same(comm, framework, dtype, op) -> None:
     kind = BY_NAME[dtype].dtype
     with comm.dup(reproducible=False) as free:
@@ -71,7 +71,7 @@ def test_an_order_of_nccls_own_gives_all_ranks_the_same(comm, framework, dtype, 
         assert len(set(comm.allgather_object(got.tobytes()))) == 1
 
 
-@by("nccl_job")
+@each_rank_of(by="nccl_job")
 def test_without_the_check_arrays_stay_on_the_device(comm, framework) -> None:
     x = rows(comm, 9000)
     with comm.dup(check=False) as unchecked:

@@ -16,7 +16,7 @@ import pytest
 import arraycomm as ac
 from arraycomm import Communicator
 from tests.cuda.on_device.conftest import Framework, OnRanks, is_busy, spin, stream_of
-from tests.support.on_ranks import by
+from tests.support.on_ranks import each_rank_of
 
 LENGTH = 1 << 18
 LATE = 0.3
@@ -80,7 +80,7 @@ def begun(comm: Communicator, writable: Framework) -> None:
 
 
 @pytest.mark.parametrize("name", CALLS)
-@by("on_ranks")
+@each_rank_of()
 def test_calls_read_what_is_still_to_be_written(comm, writable, name) -> None:
     call, wanted = CALLS[name]
     begun(comm, writable)
@@ -99,7 +99,7 @@ def test_calls_read_what_is_still_to_be_written(comm, writable, name) -> None:
 
 
 @pytest.mark.parametrize(("name", "late"), [(name, i % 2) for i, name in enumerate(CALLS)])
-@by("nccl_job")
+@each_rank_of(by="nccl_job")
 def test_input_may_be_overwritten_while_others_are_missing(comm, writable, name, late) -> None:
     call, wanted = CALLS[name]
     begun(comm, writable)
@@ -119,7 +119,7 @@ def test_input_may_be_overwritten_while_others_are_missing(comm, writable, name,
 
 
 @pytest.mark.parametrize("name", [name for name in CALLS if name != "tree"])
-@by("nccl_job")
+@each_rank_of(by="nccl_job")
 def test_the_host_does_not_wait_for_the_device(comm, writable, name) -> None:
     call, wanted = CALLS[name]
     begun(comm, writable)
@@ -135,7 +135,7 @@ def test_the_host_does_not_wait_for_the_device(comm, writable, name) -> None:
         assert (writable.back(got) == wanted(comm.size, comm.rank)).all()
 
 
-@by("nccl_job")
+@each_rank_of(by="nccl_job")
 def test_calls_in_several_streams_come_in_their_order(comm, writable) -> None:
     begun(comm, writable)
     results, sides = [], []
@@ -155,7 +155,7 @@ def test_calls_in_several_streams_come_in_their_order(comm, writable) -> None:
         assert (writable.back(got) == (turn + 1) * comm.size).all()
 
 
-@by("on_ranks")
+@each_rank_of()
 def test_out_is_written_in_order(comm, writable) -> None:
     begun(comm, writable)
     for step in (1, 2):
@@ -173,7 +173,7 @@ def test_out_is_written_in_order(comm, writable) -> None:
             assert np.array_equal(writable.back(whole), want)
 
 
-@by("on_ranks")
+@each_rank_of()
 def test_memory_of_results_is_not_used_too_early(comm, writable) -> None:
     """Results are dropped while they are still to be written, and their memory is taken again."""
     begun(comm, writable)
@@ -209,7 +209,7 @@ def test_jaxs_work_comes_before_and_after(on_ranks: OnRanks, framework: Framewor
     on_ranks(check)
 
 
-@by("on_ranks")
+@each_rank_of()
 def test_a_result_is_the_start_of_the_next_step(comm, framework) -> None:
     """As in training: nothing is waited for between the steps."""
     with framework.side():
@@ -219,7 +219,7 @@ def test_a_result_is_the_start_of_the_next_step(comm, framework) -> None:
         assert (framework.back(x) == 41).all()
 
 
-@by("on_ranks")
+@each_rank_of()
 def test_calls_are_refused_while_a_graph_is_captured(comm) -> None:
     import cupy
 
@@ -235,7 +235,7 @@ def test_calls_are_refused_while_a_graph_is_captured(comm) -> None:
     assert (comm.allreduce(x) == comm.size).all()
 
 
-@by("on_ranks")
+@each_rank_of()
 def test_a_request_may_be_waited_for_in_another_stream(comm, writable) -> None:
     begun(comm, writable)
     with writable.side():
@@ -248,7 +248,7 @@ def test_a_request_may_be_waited_for_in_another_stream(comm, writable) -> None:
             assert (writable.back(got) == sum(range(comm.size + 1)) * 2).all()
 
 
-@by("on_ranks")
+@each_rank_of()
 def test_requests_of_two_communicators_may_be_in_any_order(comm, writable) -> None:
     """The ranks start and take them in orders of their own, and one call waits for another's result."""
     begun(comm, writable)
@@ -275,7 +275,7 @@ def test_requests_of_two_communicators_may_be_in_any_order(comm, writable) -> No
     other.free()
 
 
-@by("on_ranks")
+@each_rank_of()
 def test_memory_of_requests_is_not_used_too_early(comm, writable) -> None:
     """A result is dropped while it is still read, and a request that is under way needs memory."""
     begun(comm, writable)
@@ -296,7 +296,7 @@ def test_memory_of_requests_is_not_used_too_early(comm, writable) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:the request made:RuntimeWarning")
-@by("on_ranks")
+@each_rank_of()
 def test_a_request_that_nobody_waits_for_keeps_its_memory(comm, writable) -> None:
     begun(comm, writable)
     with writable.side():
