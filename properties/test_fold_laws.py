@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from arraycomm._dtypes import name_of
-from arraycomm._folds import by_numpy, totals
+from arraycomm._folds import by_numpy
 from arraycomm._folds.float16 import round_to_half, widen_half
 from arraycomm.testing import ArrayCase
 from arraycomm.testing._arrays.oracle import CASES, expected
@@ -27,16 +27,15 @@ def test_block_size_does_not_matter(case, count, ranks, seed, block) -> None:
     rows = [ArrayCase(name_of(dtype), (count,), seed=seed + r).numpy() for r in range(ranks)]
     whole, outs = np.empty(count, dtype), [np.empty(count, dtype) for _ in rows]
     with pytest.MonkeyPatch.context() as patch:
-        for module in (by_numpy, totals):
-            patch.setattr(module, "block_length", lambda _: block)
+        patch.setattr(by_numpy, "block_length", lambda _: block)
         by_numpy.fold(op, dtype, rows, whole)
-        totals.prefixes(op, dtype, rows, outs)
+        by_numpy.prefixes(op, dtype, rows, outs)
         # In two parts, if there are as many rows.
         few = ranks // 2
-        total = np.empty(count, totals.total_dtype(dtype)) if few else None
+        total = np.empty(count, by_numpy.total_dtype(dtype)) if few else None
         if total is not None:
-            totals.fold_on(op, dtype, None, 0, rows[:few], total, more=True)
-        totals.fold_on(op, dtype, total, few, rows[few:], result := whole.copy(), more=False)
+            by_numpy.fold_on(op, dtype, None, 0, rows[:few], total, more=True)
+        by_numpy.fold_on(op, dtype, total, few, rows[few:], result := whole.copy(), more=False)
     check_elements(result, expected(rows, op), op)
     check_elements(whole, expected(rows, op), op)
     for number, out in enumerate(outs, 1):

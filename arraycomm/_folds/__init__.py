@@ -5,14 +5,13 @@ By the native part if it is there, and else by NumPy, with the same bits.
 
 from __future__ import annotations
 
-from arraycomm._folds import by_numpy, in_c, totals
-from arraycomm._folds.totals import total_dtype as total_dtype
+from arraycomm._folds import by_numpy, in_c
+from arraycomm._folds.by_numpy import total_dtype as total_dtype
+from arraycomm._native import compiled
 
-_way = in_c if in_c.AVAILABLE else by_numpy
-_totals = in_c if in_c.AVAILABLE else totals
+_way = by_numpy if compiled is None else in_c
 
 fold = _way.fold
-fold_function = _way.fold_function
-fold_on = _totals.fold_on
-prefixes = _totals.prefixes
+fold_on = _way.fold_on
+prefixes = _way.prefixes
 use_threads = _way.use_threads

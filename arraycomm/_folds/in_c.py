@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Final
 
 from arraycomm._dtypes import DType, name_of
-from arraycomm._folds.by_numpy import Array, Fold
+from arraycomm._folds.by_numpy import Array
 from arraycomm._native import compiled
 
-AVAILABLE: Final = compiled is not None
 # A few threads read as fast as memory can be read.
 _MOST_THREADS: Final = 8
 
@@ -24,15 +23,9 @@ def number_of(op: str, dtype: DType) -> int:
     return number
 
 
-@lru_cache(maxsize=1024)
-def fold_function(op: str, dtype: DType) -> Fold:
-    """Return `fold(rows, out)`; see `by_numpy.fold_function`. Rows and `out` are contiguous."""
-    return partial(compiled.fold, number_of(op, dtype))
-
-
 def fold(op: str, dtype: DType, rows: Sequence[Array], out: Array) -> None:
     """Fold contiguous rows into `out`."""
-    fold_function(op, dtype)(rows, out)
+    compiled.fold(number_of(op, dtype), rows, out)
 
 
 def fold_on(
@@ -45,7 +38,7 @@ def fold_on(
     *,
     more: bool,
 ) -> None:
-    """Fold contiguous rows onto an earlier total; see `totals.fold_on`."""
+    """Fold contiguous rows onto an earlier total; see `by_numpy.fold_on`."""
     compiled.fold_on(number_of(op, dtype), total, before, rows, out, more)
 
 

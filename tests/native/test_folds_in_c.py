@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from arraycomm._dtypes import BY_NAME
-from arraycomm._folds import by_numpy, totals
+from arraycomm._folds import by_numpy
 from arraycomm._folds.ieee import in_ieee_mode
 from arraycomm._native import compiled
 from tests.support.launcher import run_python
@@ -87,7 +87,7 @@ def _check(op: str, dtype: np.dtype[Any], rows: list[Array], offset: int = 0) ->
     """Fold, and fold all prefixes, into guarded memory."""
     empty = np.zeros(len(rows[0]), dtype)
     wanted = [empty.copy() for _ in rows]
-    totals.prefixes(op, dtype, rows, wanted)
+    by_numpy.prefixes(op, dtype, rows, wanted)
     placed = [_placed(empty, offset) for _ in range(len(rows) + 1)]
     outs = [out for out, _ in placed]
     in_c.fold(op, dtype, rows, outs[0])
@@ -95,7 +95,7 @@ def _check(op: str, dtype: np.dtype[Any], rows: list[Array], offset: int = 0) ->
     for out, want in zip(outs, [wanted[-1], *wanted], strict=True):
         assert same_result(out.copy(), want, op)
     half = len(rows) // 2
-    total, whole = _placed(np.zeros(len(empty), totals.total_dtype(dtype)), offset)
+    total, whole = _placed(np.zeros(len(empty), by_numpy.total_dtype(dtype)), offset)
     placed.append((total, whole))
     if half:
         in_c.fold_on(op, dtype, None, 0, rows[:half], total, more=True)
@@ -255,7 +255,6 @@ def test_folds_in_c_keep_subnormal_numbers(level, bits) -> None:
 
 def test_what_does_not_fit_is_refused() -> None:
     row, out = np.zeros(4, np.float32), np.zeros(4, np.float32)
-    fold = in_c.fold_function("sum", row.dtype)
     locked = out.copy()
     locked.flags.writeable = False
     for error, message, rows, result in (
@@ -271,11 +270,11 @@ def test_what_does_not_fit_is_refused() -> None:
         (TypeError, "bytes-like", [None], out),
     ):  # fmt: skip
         with pytest.raises(error, match=message):
-            fold(rows, result)
+            in_c.fold("sum", row.dtype, rows, result)
     with pytest.raises(ValueError, match="no fold has the number 10000"):
         compiled.fold(10_000, [row], out)
     with pytest.raises(ValueError, match="no fold 'and' of float32"):
-        in_c.fold_function("and", row.dtype)
+        in_c.number_of("and", row.dtype)
     with pytest.raises(ValueError, match="as many results as rows"):
         in_c.prefixes("sum", row.dtype, [row, row], [out])
     half, totals = np.zeros(4, np.float16), np.zeros(4, np.float32)

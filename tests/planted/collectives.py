@@ -35,32 +35,32 @@ FOLDS: Final = (
     Fault(
         "NaN of the first rank dropped: `max` keeps a NaN only if it is not the first rank's",
         _FOLDS,
-        "            ufunc(rows[0], rows[1], out=out)",
-        "            ufunc(rows[0], rows[1], out=out)\n"
-        "            if ufunc is np.maximum and out.dtype.kind == 'f':\n"
-        "                np.copyto(out, rows[1], where=np.isnan(rows[0]))",
+        "            convert(first, folded)",
+        "            if op == 'max' and others and part.dtype.kind == 'f':\n"
+        "                first = np.where(np.isnan(first), others[0], first)\n"
+        "            convert(first, folded)",
         ("every_dtype_has_its_ops",),
     ),
     Fault(
         "fifth rank skipped: a fold stops after four ranks",
         _FOLDS,
-        "        for row in rows[2:]:",
-        "        for row in rows[2:4]:",
+        "            for row in others:",
+        "            for row in others[:3]:",
         ("integers_commute", "integers_associate", "min_and_max_commute"),
     ),
     Fault(
         "one rank alone: on one rank a mean is divided by two",
         _FOLDS,
-        "            divide(out, len(rows))",
-        "            divide(out, max(len(rows), 2))",
+        "                _divide(folded, count)",
+        "                _divide(folded, max(count, 2))",
         ("one_rank_alone_gets_what_it_gave", "mean_of_equal_values_is_that_value"),
     ),
     Fault(
         "rounded at every rank: 16- and 8-bit floats are rounded after each rank's, not once",
         _FOLDS,
-        "            ufunc(accumulator, wide, out=accumulator)",
-        "            ufunc(accumulator, wide, out=accumulator)\n"
-        "            accumulator[...] = accumulator.astype(dtype)",
+        "                join(folded, _widened(row, wide))",
+        "                join(folded, _widened(row, wide))\n"
+        "                folded[...] = folded.astype(dtype)",
         ("every_dtype_has_its_ops",),
     ),
     Fault(
@@ -80,16 +80,16 @@ FOLDS: Final = (
     ),
     Fault(
         "mean of prefixes: `scan` divides by one rank less",
-        "arraycomm/_folds/totals.py",
-        "enumerate(zip(rows[1:], outs[1:], strict=True), 2)",
-        "enumerate(zip(rows[1:], outs[1:], strict=True), 1)",
+        _FOLDS,
+        "total, before + 1, []",
+        "total, before or 1, []",
         ("scan_is_the_fold_of_the_ranks_so_far",),
     ),
     Fault(
         "last block skipped: a fold leaves out the last block of a long row, if it is not full",
         _FOLDS,
-        "    for start in range(0, len(out), count):",
-        "    for start in range(0, len(out) - count + 1, count):",
+        "        for start in range(0, len(out), length):",
+        "        for start in range(0, len(out) - length * (len(out) > length) + 1, length):",
         ("block_size_does_not_matter",),
     ),
     Fault(
@@ -352,9 +352,10 @@ ARRAYS: Final = (
     ),
     Fault(
         "remembered without its op: what folds a dtype by one op is taken for another op",
-        "arraycomm/_folds/by_numpy.py",
-        "    step = fold_function(op, dtype)",
-        "    step = vars(fold).setdefault(dtype, fold_function(op, dtype))",
+        _FOLDS,
+        "    rows, join = rows if total is None else [total, *rows], _join(op, dtype)",
+        "    rows = rows if total is None else [total, *rows]\n"
+        "    join = vars(fold).setdefault(dtype, _join(op, dtype))",
         ("repeated_calls_reduce_what_they_are_given",),
     ),
 )
