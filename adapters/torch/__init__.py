@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from types import FrameType
 from typing import Any, Final
 
 import torch
 
-import arraycomm as ac
+from arraycomm import DistributedOptimizer, synchronize
+from arraycomm.adapters.torch._backward import calls_under_way
 from arraycomm.adapters.torch._batchnorm import SyncBatchNorm, convert_sync_batchnorm
 from arraycomm.adapters.torch._collectives import (
     allgather,
@@ -43,9 +42,6 @@ __all__ = [
     "synchronize",
 ]
 
-DistributedOptimizer = ac.DistributedOptimizer
-synchronize = ac.synchronize
-
 # If all ranks' adapters do, gradients are reduced during backward passes.
 REDUCES_IN_BACKWARD: Final = True
 
@@ -68,9 +64,7 @@ def check(optimizer: Any) -> None:
         )
 
 
-def check_shard(optimizer: torch.optim.Optimizer) -> None:
-    """Raise unless this optimizer can be sharded."""
-    check_per_parameter(optimizer)
+check_shard = check_per_parameter
 
 
 def distribute(optimizer: torch.optim.Optimizer, gradients: Any) -> torch.optim.Optimizer:
@@ -140,13 +134,7 @@ def no_sync(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     >>> run(3, train)
     [-2.0, -2.0, -2.0]
     """
-    steps = _distributed.get(optimizer)
-    if steps is None:
-        raise ValueError(
-            "no_sync: this optimizer is not distributed; pass one that DistributedOptimizer "
-            "returned"
-        )
-    reducer = steps.reducer.in_backward
+    reducer = _steps_of(optimizer, "no_sync", "").reducer.in_backward
     before, reducer.syncing = reducer.syncing, False
     try:
         yield
@@ -198,13 +186,17 @@ def gather_state(optimizer: torch.optim.Optimizer, *, root: int = 0) -> dict[str
     >>> run(2, train)
     [(1, 2), (1, None)]
     """
+    return _steps_of(optimizer, "gather_state", ", or call state_dict()").gather(optimizer, root)
+
+
+def _steps_of(optimizer: Any, function: str, otherwise: str) -> _Steps:
     steps = _distributed.get(optimizer)
     if steps is None:
         raise ValueError(
-            "gather_state: this optimizer is not distributed; pass one that DistributedOptimizer "
-            "returned, or call state_dict()"
+            f"{function}: this optimizer is not distributed; pass one that DistributedOptimizer "
+            f"returned{otherwise}"
         )
-    return steps.gather(optimizer, root)
+    return steps
 
 
 class _Steps:
@@ -327,13 +319,8 @@ def _is_nested(optimizer: torch.optim.Optimizer) -> bool:
 
     Torch calls the hooks for each of the two. A step that an exception ended is not running.
     """
-    count = 0
-    frame: FrameType | None = inspect.currentframe()
-    while frame is not None:
-        if frame.f_code is _HOOKED_STEP and frame.f_locals.get("self") is optimizer:
-            count += 1
-        frame = frame.f_back
-    return count > 1
+    steps = calls_under_way(_HOOKED_STEP)
+    return sum(step.f_locals.get("self") is optimizer for step in steps) > 1
 
 
 _HOOKED_STEP: Final = torch.optim.Optimizer.profile_hook_step(lambda: None).__code__

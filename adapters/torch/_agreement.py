@@ -20,27 +20,18 @@ from arraycomm._protocol.mismatch import by_ranks
 
 
 class CallState(NamedTuple):
-    """What one rank shows of its call.
+    """What one rank shows of its call; what is true or false as 1 or 0."""
 
-    Attributes
-    ----------
-    differentiates : int
-        The number of the call whose backward pass this is; -1 for any other call.
-    requires_grad, has_tangent : int
-        1 or 0: whether reverse mode records the tensor, and whether forward mode follows it.
-    transforms : int
-        How many transforms of torch.func the tensor is in.
-    differentiable : int
-        1 or 0: whether the operation has a gradient.
-    elements : int
-        The number of elements of a channel, for batch norm.
-    """
-
+    # The number of the call whose backward pass this is; -1 for any other call.
     differentiates: int
+    # Whether reverse mode records the tensor, and whether forward mode follows it.
     requires_grad: int
     has_tangent: int
+    # How many transforms of torch.func the tensor is in.
     transforms: int
+    # Whether the operation has a gradient.
     differentiable: int = 1
+    # The number of elements of a channel, for batch norm.
     elements: int = 0
 
     @classmethod

@@ -3,61 +3,41 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from types import FrameType
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import CodeType, FrameType
 from typing import Any
 
 from torch.autograd.function import BackwardCFunction
 
 
+@dataclass(eq=False)
 class Backward:
-    """One backward pass, and those that run inside it, as re-entrant checkpoints do.
+    """One backward pass, and those that run inside it, as re-entrant checkpoints do."""
 
-    Attributes
-    ----------
-    place : object
-        Where in the training it is; see `arraycomm._training.rounds`.
-    local : bool
-        Whether gradients are only accumulated.
-    joined : bool
-        Whether it is inside `join`.
-    overlaps : bool
-        Whether reductions start before its end.
-    tasks : set of int
-        Autograd's numbers of the passes.
-    outermost : int or None
-        The number of the one in which the others run, once that is known.
-    order : dict of int
-        The parameters whose gradients were accumulated, in this order.
-    repeated : bool
-        Whether a gradient may be accumulated more than once: none is complete before the end.
-    late : bool
-        Whether a gradient was accumulated after its reduction had started.
-    waiting : list of int
-        How many gradients of each bucket are still to come.
-    aside : list of int
-        The parameters whose reduced gradients have been set aside.
-    requests : list of Request
-        The reductions that have been started.
-    """
-
-    def __init__(
-        self,
-        place: Any,
-        buckets: Sequence[Any],
-        *,
-        local: bool = True,
-        joined: bool = False,
-        overlaps: bool = False,
-    ) -> None:
-        self.place, self.local, self.joined, self.overlaps = place, local, joined, overlaps
-        self.tasks: set[int] = set()
-        self.outermost: int | None = None
-        self.order: dict[int, None] = {}
-        self.repeated = self.late = False
-        self.waiting = [len(bucket.numbers) for bucket in buckets]
-        self.aside: list[int] = []
-        self.requests: list[Any] = []
+    # Where in the training it is; see `arraycomm._training.rounds`.
+    place: Any
+    # How many gradients of each bucket are still to come.
+    waiting: list[int]
+    # Whether gradients are only accumulated, whether it is inside `join`, and whether reductions
+    # start before its end.
+    local: bool = True
+    joined: bool = False
+    overlaps: bool = False
+    # Autograd's numbers of the passes, and that of the one in which the others run, once it is
+    # known.
+    tasks: set[int] = field(default_factory=set)
+    outermost: int | None = None
+    # The parameters whose gradients were accumulated, in this order.
+    order: dict[int, None] = field(default_factory=dict)
+    # Whether a gradient may be accumulated more than once: none is complete before the end.
+    repeated: bool = False
+    # Whether a gradient was accumulated after its reduction had started.
+    late: bool = False
+    # The parameters whose reduced gradients have been set aside.
+    aside: list[int] = field(default_factory=list)
+    # The reductions that have been started.
+    requests: list[Any] = field(default_factory=list)
 
     def note(self, number: int, bucket: int) -> None:
         """Note that the gradient of a parameter has been accumulated."""
@@ -87,9 +67,13 @@ def enclosing_node() -> Any:
 
 def running(method: Any) -> Any:
     """Return the object whose method is running in this thread, the innermost one, or None."""
-    frame: FrameType | None = sys._getframe(1)
+    return next((call.f_locals["self"] for call in calls_under_way(method.__code__)), None)
+
+
+def calls_under_way(code: CodeType) -> Iterator[FrameType]:
+    """Yield the frames of this thread that run some code, the innermost one first."""
+    frame: FrameType | None = sys._getframe()
     while frame is not None:
-        if frame.f_code is method.__code__:
-            return frame.f_locals["self"]
+        if frame.f_code is code:
+            yield frame
         frame = frame.f_back
-    return None

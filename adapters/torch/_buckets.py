@@ -15,20 +15,13 @@ _FIRST_BUCKET: Final = 1 << 20
 
 
 class Buckets:
-    """The buckets of one optimizer's parameters, in the order of their reduction.
-
-    Attributes
-    ----------
-    all : list of Bucket
-        The buckets.
-    of : list of int
-        The number of each parameter's bucket.
-    """
+    """The buckets of one optimizer's parameters, in the order of their reduction."""
 
     def __init__(self, gradients: Any) -> None:
         self._gradients = gradients
         self._tensors: list[torch.Tensor] = []
         self.all: list[Any] = []
+        # The number of each parameter's bucket.
         self.of: list[int] = []
         self._ordered = False
 

@@ -45,7 +45,7 @@ def check_owners(parameters: Parameters) -> None:
     """Raise if an optimizer made later reduces some of the gradients in another way."""
     for slot in parameters.slots:
         other = slot.reducer()
-        if other is not None and other.settings != parameters.gradients.settings:
+        if other is not None and other.gradients.settings != parameters.gradients.settings:
             raise ValueError(
                 "DistributedOptimizer: a parameter of this optimizer is also in a distributed "
                 "optimizer that was made later with another op, accumulate or compression, which "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any, Final
 
 import optree
@@ -14,28 +13,11 @@ _KEY: Final = "compression"
 
 def save_with_state_dict(optimizer: torch.optim.Optimizer, states: Any) -> None:
     """Make `state_dict` save what a compression remembers, and `load_state_dict` load it."""
-    optimizer.register_state_dict_post_hook(_Save(states))
-    optimizer.register_load_state_dict_pre_hook(_Load(states))
 
+    def save(_: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+        saved[_KEY] = states.saved()
 
-class _Save:
-    def __init__(self, states: Any) -> None:
-        self._states = weakref.ref(states)
-
-    def __call__(self, _: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-        states = self._states()
-        if states is not None:
-            saved[_KEY] = states.saved()
-
-
-class _Load:
-    def __init__(self, states: Any) -> None:
-        self._states = weakref.ref(states)
-
-    def __call__(self, optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-        states = self._states()
-        if states is None:
-            return
+    def load(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         states.load(
             {
@@ -44,6 +26,9 @@ class _Load:
                 if int(number) < len(parameters)
             }
         )
+
+    optimizer.register_state_dict_post_hook(save)
+    optimizer.register_load_state_dict_pre_hook(load)
 
 
 def _placed(value: Any, parameter: torch.Tensor) -> Any:

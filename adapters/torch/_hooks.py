@@ -37,33 +37,22 @@ from arraycomm.adapters.torch._slots import Slot
 
 
 class BackwardReducer:
-    """Reduces the gradients of one optimizer's parameters during backward passes.
-
-    Attributes
-    ----------
-    syncing : bool
-        Whether gradients are reduced, not only accumulated.
-    """
+    """Reduces the gradients of one optimizer's parameters during backward passes."""
 
     def __init__(
         self, parameters: Parameters, buckets: Buckets, rounds: BucketRounds, joined: JoinedSteps
     ) -> None:
         self._parameters, self._buckets = parameters, buckets
         self._rounds, self._joined = rounds, joined
-        self._gradients = parameters.gradients
+        self.gradients = parameters.gradients
         self._lock = threading.RLock()
-        self._at_end = self._gradients.entry(without_owner(self._end))
+        self._at_end = self.gradients.entry(without_owner(self._end))
         self._at_error = without_owner(self._raised)
         self._backward: Backward | None = None
         # What went wrong in the reductions of a pass that an exception had ended.
         self._error: Exception | None = None
+        # Whether gradients are reduced, not only accumulated.
         self.syncing = True
-
-    @property
-    def settings(self) -> tuple[Any, ...]:
-        """What two optimizers of one parameter must have in common."""
-        settings: tuple[Any, ...] = self._gradients.settings
-        return settings
 
     def before_accumulation(self, slot: Slot) -> None:
         """Called before autograd adds to a gradient, or returns it without accumulating it."""
@@ -127,14 +116,15 @@ class BackwardReducer:
 
     def _begin(self) -> Backward:
         """Begin a backward pass, and a new step if the last one was skipped."""
-        gradients, buckets = self._gradients, self._buckets.all
+        gradients = self.gradients
+        waiting = [len(bucket.numbers) for bucket in self._buckets.all]
         self._parameters.note_skipped()
         self._joined.forget_zeroed()
         if gradients.rounds is None:
-            return Backward(None, buckets)
+            return Backward(None, waiting)
         return Backward(
             gradients.rounds.place,
-            buckets,
+            waiting,
             local=not self.syncing or gradients.keeps,
             joined=gradients.joined,
             overlaps=saves_time(gradients.comm, self._parameters.tensors),
@@ -161,22 +151,17 @@ class BackwardReducer:
             if backward.joined:
                 self._joined.reduce()
             else:
-                self._finish_rounds(backward)
+                place = replace(backward.place, pending=backward.late)
+                if self._rounds.run(place, backward.requests, backward):
+                    self._rounds.run(self.gradients.rounds.place, [])
         finally:
             self._set(None)
-
-    def _finish_rounds(self, backward: Backward) -> None:
-        try:
-            place = replace(backward.place, pending=backward.late)
-            if self._rounds.run(place, backward.requests, backward):
-                self._rounds.run(self._gradients.rounds.place, [])
-        finally:
             self._parameters.forget_sent()
 
     def leave(self) -> None:
         """Raise inside a backward pass, and after one whose reductions have failed."""
         if self._backward is not None and _current_graph_task_id() != -1:
-            self._gradients.fail(
+            self.gradients.fail(
                 RuntimeError(
                     "DistributedOptimizer: step() was called inside backward(), before all "
                     "gradients are reduced; call it after backward()"

@@ -25,14 +25,8 @@ Setting = tuple[str, Any, Callable[[Any], None]]
 class StepInputs:
     """What the steps of one optimizer depend on.
 
-    Parameters
-    ----------
-    optimizer : Optimizer
-        A distributed one.
-    reducer : Reducer
-        Has its parameters, in the order that all ranks have.
-    is_sharded : bool
-        Whether each rank has a part of the state.
+    The reducer has its parameters in the order that all ranks have. If the optimizer is sharded,
+    each rank has only a part of the state.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, reducer: Any, *, is_sharded: bool) -> None:
@@ -162,7 +156,7 @@ def align(optimizer: torch.optim.Optimizer, comm: ac.Communicator) -> None:
     groups = [n for n, group in enumerate(optimizer.param_groups) for _ in group["params"]]
     names = _names_of(optimizer, tensors)
     values = [array_item("", p)[1:3] if _is_dense(p) else None for p in tensors]
-    shown = comm.allgather_object((names, values, groups))
+    shown: list[Any] = comm.allgather_object((names, values, groups))
     for column in range(2):
         lists = [row[column] for row in shown]
         first = lists[0]

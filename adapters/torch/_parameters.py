@@ -13,25 +13,15 @@ from arraycomm.adapters.torch._slots import Slot, slot_of, writes_to
 
 
 class Parameters:
-    """The parameters of one optimizer, by their numbers, and their gradients in this step.
-
-    Attributes
-    ----------
-    tensors : list of Tensor
-        The parameters.
-    slots : list of Slot
-        Their slots, in the same order.
-    touched : list of int
-        The parameters with gradients of backward passes for this step.
-    accumulated : collection of int
-        Those whose gradients the backward pass that goes on has accumulated.
-    """
+    """The parameters of one optimizer, by their numbers, and their gradients in this step."""
 
     def __init__(self, gradients: Any) -> None:
         self.gradients = gradients
         self.tensors: list[torch.Tensor] = []
         self.slots: list[Slot] = []
+        # Those with gradients of backward passes for this step.
         self.touched: list[int] = []
+        # Those whose gradients the backward pass that goes on has accumulated.
         self.accumulated: Collection[int] = ()
 
     def adopt(self, groups: Sequence[dict[str, Any]], reducer: object) -> bool:

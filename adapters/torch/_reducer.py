@@ -14,13 +14,7 @@ from arraycomm.adapters.torch._rounds import BucketRounds
 
 
 class Reducer:
-    """Reduces the gradients of one optimizer's parameters.
-
-    Attributes
-    ----------
-    in_backward : BackwardReducer
-        Its part during backward passes.
-    """
+    """Reduces the gradients of one optimizer's parameters."""
 
     def __init__(self, gradients: Any) -> None:
         self._gradients = gradients

@@ -57,24 +57,21 @@ class BucketRounds:
         self._buckets.agree(came, repeated=backward is not None and backward.repeated)
 
     def _start(self, bucket: Any, place: Any) -> Any:
-        make, overwrite = self._with_gradients(bucket)
-        look = self._gradients.look
-        return self._gradients.rounds.start(bucket, make, place, may_overwrite=overwrite, look=look)
+        make = partial(self._parameters.means, bucket.numbers)
+        return self._gradients.rounds.start(bucket, make, place, **self._options)
 
     def _reduce(self, bucket: Any, place: Any) -> Any:
         if self._gradients.compressor.hook is not None:
             return self._reduce_by_hook(bucket, place)
-        make, overwrite = self._with_gradients(bucket)
-        look = self._gradients.look
-        return self._gradients.rounds.reduce(
-            bucket, make, place, may_overwrite=overwrite, look=look
-        )
-
-    def _with_gradients(self, bucket: Any) -> tuple[Any, bool]:
-        """Return what returns this rank's gradients, and whether these are `.grad` itself."""
-        gradients = self._gradients
         make = partial(self._parameters.means, bucket.numbers)
-        return make, gradients.accumulate == 1 and gradients.compressor.feedback is None
+        return self._gradients.rounds.reduce(bucket, make, place, **self._options)
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        gradients = self._gradients
+        # Then `.grad` itself is reduced.
+        overwrite = gradients.accumulate == 1 and gradients.compressor.feedback is None
+        return {"may_overwrite": overwrite, "look": gradients.look}
 
     def _reduce_by_hook(self, bucket: Any, place: Any) -> Any:
         """Reduce with a compression of the user's those gradients that any rank has."""
@@ -108,7 +105,9 @@ class BucketRounds:
         self._parameters.settle(first.leaves)
         together = all(other.stepping for other in first.places)
         if not together or any(other.pending for other in first.places):
-            self._run_rest(place)
+            requests = [self._start(bucket, place) for bucket in self._buckets.all[1:]]
+            for reduced in ac.waitall(requests):
+                self._parameters.settle(reduced.leaves)
         if not together:
             self._finish(place, None)
             return False
@@ -131,11 +130,6 @@ class BucketRounds:
             changed=parameters.any(Slot.is_changed),
             stale=parameters.any(Slot.is_stale),
         )
-
-    def _run_rest(self, place: Any) -> None:
-        requests = [self._start(bucket, place) for bucket in self._buckets.all[1:]]
-        for reduced in ac.waitall(requests):
-            self._parameters.settle(reduced.leaves)
 
     def _hand_over(self, root: int) -> None:
         """Give a rank's gradients to all: it may have clipped them, others had none to clip."""

@@ -82,13 +82,7 @@ def _overrides(kind: type, base: type) -> bool:
 
 
 class Sharding:
-    """Which rank owns each parameter of one optimizer, and what is put aside during its steps.
-
-    Parameters
-    ----------
-    shards : object
-        Exchanges parameters; see `arraycomm._training.shards`.
-    """
+    """Which rank owns each parameter of one optimizer, and what is put aside during its steps."""
 
     def __init__(self, shards: Any) -> None:
         self._shards = shards
@@ -193,24 +187,17 @@ class Sharding:
 
     def _packed(self, state: dict[Any, Any]) -> dict[Any, Any]:
         """Return the state of parameters in a form that another rank can load."""
-        return {
-            number: _each(
-                lambda x, number=number: _Sent(x.cpu(), x.device == self._device_of(number)), values
-            )
-            for number, values in state.items()
-        }
+
+        def pack(x: torch.Tensor, device: torch.device) -> _Sent:
+            return _Sent(x.cpu(), x.device == device)
+
+        return {n: _each(pack, values, self._device_of(n)) for n, values in state.items()}
 
     def _unpacked(self, state: dict[Any, Any]) -> dict[Any, Any]:
-        return {
-            number: _each(
-                lambda x, number=number: (
-                    x.tensor.to(self._device_of(number)) if x.there else x.tensor
-                ),
-                values,
-                kind=_Sent,
-            )
-            for number, values in state.items()
-        }
+        def unpack(x: _Sent, device: torch.device) -> torch.Tensor:
+            return x.tensor.to(device) if x.there else x.tensor
+
+        return {n: _each(unpack, values, self._device_of(n), _Sent) for n, values in state.items()}
 
     def _device_of(self, number: Any) -> torch.device:
         """Return the device of the parameter of this number; that of numbers is the host."""
@@ -224,14 +211,14 @@ class _Sent(NamedTuple):
     there: bool
 
 
-def _each(change: Any, values: Any, kind: type = torch.Tensor) -> Any:
+def _each(change: Any, values: Any, device: torch.device, kind: type = torch.Tensor) -> Any:
     """Return the state of a parameter with all tensors in it changed."""
     if isinstance(values, kind):
-        return change(values)
+        return change(values, device)
     if isinstance(values, dict):
-        return {key: _each(change, value, kind) for key, value in values.items()}
+        return {key: _each(change, value, device, kind) for key, value in values.items()}
     if isinstance(values, (list, tuple)) and not hasattr(values, "_fields"):
-        return type(values)(_each(change, value, kind) for value in values)
+        return type(values)(_each(change, value, device, kind) for value in values)
     return values
 
 

@@ -11,6 +11,8 @@ another gradient, if parameters were joined or added, or of a tensor that the pr
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
@@ -18,59 +20,32 @@ import torch
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 
+@dataclass(slots=True, eq=False)
 class Slot:
-    """The gradient of one parameter, between autograd and its reduction.
+    """The gradient of one parameter, between autograd and its reduction."""
 
-    Attributes
-    ----------
-    reducer : weak reference to BackwardReducer
-        That of the optimizer made last for this parameter, which reduces its gradient.
-    number : int
-        Of the parameter in that reducer.
-    base : Tensor or None
-        What was reduced before. `.grad` is then what this rank has accumulated since.
-    sent : Tensor or None
-        The `.grad` that is being reduced.
-    shown : Tensor or None
-        What is reduced of it: itself, or a copy. A result may be written over it.
-    reduced : bool
-        Whether `.grad` has been reduced in this step.
-    replaced : bool
-        Whether something else had been assigned to `.grad` after it was reduced, and was added to.
-    sent_version : int
-        How often that had been written to when it was sent.
-    version : int
-        How often `.grad` had been written to when this slot last saw it.
-    """
-
-    __slots__ = (
-        "_result",
-        "_seen",
-        "_writable",
-        "base",
-        "number",
-        "reduced",
-        "reducer",
-        "replaced",
-        "sent",
-        "sent_version",
-        "shown",
-        "version",
-    )
-
-    def __init__(self) -> None:
-        self.reducer: Any = lambda: None
-        self.number = 0
-        self.base: torch.Tensor | None = None
-        self.sent: torch.Tensor | None = None
-        self.shown: torch.Tensor | None = None
-        self.reduced = self.replaced = False
-        self.version = self.sent_version = 0
-        self._result: Any = None
-        # `.grad` before autograd accumulated, and how often it had been written to.
-        self._seen: tuple[torch.Tensor, int] | None = None
-        # The `.grad` to which a reduction may write.
-        self._writable: Any = None
+    # A weak reference to the reducer of the optimizer made last for this parameter, and the number
+    # of the parameter in it.
+    reducer: Callable[[], Any] = lambda: None
+    number: int = 0
+    # What was reduced before. `.grad` is then what this rank has accumulated since.
+    base: torch.Tensor | None = None
+    # The `.grad` that is being reduced, and what is reduced of it: itself, or a copy. A result may
+    # be written over it.
+    sent: torch.Tensor | None = None
+    shown: torch.Tensor | None = None
+    # Whether `.grad` has been reduced in this step, and whether something else had been assigned to
+    # it after that, and was added to.
+    reduced: bool = False
+    replaced: bool = False
+    # How often `.grad` had been written to when this slot last saw it, and `sent` when it was sent.
+    version: int = 0
+    sent_version: int = 0
+    # What the last reduction has left, and the `.grad` to which a reduction may write.
+    _result: TensorWeakRef | None = None
+    _writable: TensorWeakRef | None = None
+    # `.grad` before autograd accumulated, and how often it had been written to.
+    _seen: tuple[torch.Tensor, int] | None = None
 
     def _is_result(self, grad: torch.Tensor | None) -> bool:
         """Return whether a gradient is the tensor that the last reduction has left."""
@@ -169,12 +144,12 @@ class Slot:
 
     def made_writable(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return `.grad`, or a copy that takes its place if a reduction must not write to it."""
-        grad: Any = parameter.grad
+        grad = parameter.grad
+        assert grad is not None
         if self._writable is None or self._writable() is not grad:
             parameter.grad = grad = grad.clone()
             self._writable = TensorWeakRef(grad)
-        found: torch.Tensor = grad
-        return found
+        return grad
 
     def send(self, grad: torch.Tensor) -> None:
         """Note that the reduction of a gradient has begun."""
