@@ -76,11 +76,11 @@ static void publish(const Chunks *chunks, size_t number)
 /* Fold the same bytes of all rows, but for this rank's, which are elsewhere: there they are in the cache. */
 static void fold_rows(const Chunks *chunks, size_t number, int fold, size_t at, const char *own, size_t nbytes)
 {
-    const void *rows[MOST_RANKS];
+    const void **const rows = chunks->addresses;
     void *out = folded_of(chunks, number) + at;
     for (int rank = 0; rank < chunks->slots.size; ++rank) rows[rank] = row_of(chunks, number, rank) + at;
     rows[chunks->slots.rank] = own;
-    run_fold(fold, rows, chunks->slots.size, &out, false, nbytes / fold_itemsize(fold));
+    run_fold(fold, (Earlier){0}, rows, chunks->slots.size, &out, false, nbytes / fold_itemsize(fold));
 }
 
 static void fold_own(const Chunks *chunks, size_t number)

@@ -7,8 +7,6 @@
 
 #include "slots.h"
 
-enum { MOST_RANKS = 64 };
-
 /* The leaf that stands for the memory of the results. */
 enum { RESULTS = -1 };
 
@@ -32,6 +30,7 @@ typedef struct {
     /* Whether results are written past the caches. */
     bool large;
     char *out;
+    const void **addresses; /* room for one of each rank */
     /* How many chunks there are. Turn k publishes chunk k, and folds and takes those before; there are two more turns. */
     size_t count;
     /* For each chunk: whether it is copied in past the caches, and where the seconds go that a byte took to be copied

@@ -12,6 +12,7 @@
 #include <sched.h>
 
 #include "folds.h"
+#include "leaves.h"
 #include "nodes.h"
 #include "slots.h"
 #include "turns.h"
@@ -26,7 +27,7 @@ typedef struct {
     Py_buffer memory;
     Slots slots;
     PyObject *header, *dtype, *queue;
-    PyObject *await_others, *give_up, *settle;
+    PyObject *path; /* what goes on in Python; see _collectives/fast_path.py */
     Counts *control;
     Turn *turn;
     Nodes *nodes; /* NULL on one node */
@@ -39,7 +40,7 @@ typedef struct {
     double seconds;
 } Exchange;
 
-static PyObject *exchange_type, *dtype_name;
+static PyObject *exchange_type;
 
 /* ---- making one -------------------------------------------------------------------------------- */
 
@@ -53,14 +54,6 @@ static int set_shape(Exchange *self, PyObject *shape)
         if (self->shape[axis] == -1 && PyErr_Occurred()) return -1;
     }
     return 0;
-}
-
-static int set_callables(Exchange *self, PyObject *path)
-{
-    self->await_others = PyObject_GetAttrString(path, "await_others");
-    self->give_up = PyObject_GetAttrString(path, "give_up");
-    self->settle = PyObject_GetAttrString(path, "settle");
-    return PyErr_Occurred() ? -1 : 0;
 }
 
 /* The slots and the parts of them that are used have to lie in the memory. */
@@ -88,7 +81,6 @@ static int set_slots(Exchange *self, PyObject *memory, int rank, int size, Py_ss
     return 0;
 }
 
-/* How an exchange is called: `path` is what goes on in Python; see _collectives/fast_path.py. */
 static PyObject *exchange_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
 {
     static char *names[] = {"memory", "rank",  "size",    "slot",  "header", "nbytes", "fold", "dtype",
@@ -100,22 +92,20 @@ static PyObject *exchange_new(PyTypeObject *type, PyObject *args, PyObject *keyw
                                      &PyBytes_Type, &header, &nbytes, &fold, &dtype, &PyTuple_Type, &shape,
                                      counts_type, &control, &queue, turn_type, &turn, &path, &patient, &nodes))
         return NULL;
-    if (nodes != Py_None && Py_TYPE(nodes) != nodes_type) return PyErr_Format(PyExc_TypeError, "nodes must be Nodes");
-    allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
-    Exchange *self = (Exchange *)allocate(type, 0);
+    if (nodes != Py_None && (PyObject *)Py_TYPE(nodes) != nodes_type) return PyErr_Format(PyExc_TypeError, "nodes must be Nodes");
+    Exchange *self = (Exchange *)PyType_GenericAlloc(type, 0);
     if (self == NULL) return NULL;
     self->header = Py_NewRef(header);
     self->dtype = Py_NewRef(dtype);
     self->control = (Counts *)Py_NewRef(control);
     self->turn = (Turn *)Py_NewRef(turn);
     self->queue = Py_NewRef(queue);
+    self->path = Py_NewRef(path);
     if (nodes != Py_None) self->nodes = (Nodes *)Py_NewRef(nodes);
     self->nbytes = nbytes;
     self->fold = fold;
     self->looks = patient ? LOOKS : 1;
-    if (set_callables(self, path) || set_shape(self, shape) ||
-        set_slots(self, memory, rank, size, slot))
-        Py_CLEAR(self);
+    if (set_shape(self, shape) || set_slots(self, memory, rank, size, slot)) Py_CLEAR(self);
     return (PyObject *)self;
 }
 
@@ -126,9 +116,7 @@ static int exchange_traverse(Exchange *self, visitproc visit, void *arg)
     Py_VISIT((PyObject *)self->control);
     Py_VISIT((PyObject *)self->turn);
     Py_VISIT(self->queue);
-    Py_VISIT(self->await_others);
-    Py_VISIT(self->give_up);
-    Py_VISIT(self->settle);
+    Py_VISIT(self->path);
     Py_VISIT((PyObject *)self->nodes);
     return 0;
 }
@@ -140,9 +128,7 @@ static int exchange_clear(Exchange *self)
     Py_CLEAR(self->control);
     Py_CLEAR(self->turn);
     Py_CLEAR(self->queue);
-    Py_CLEAR(self->await_others);
-    Py_CLEAR(self->give_up);
-    Py_CLEAR(self->settle);
+    Py_CLEAR(self->path);
     Py_CLEAR(self->nodes);
     return 0;
 }
@@ -154,8 +140,7 @@ static void exchange_dealloc(Exchange *self)
     exchange_clear(self);
     if (self->memory.obj) PyBuffer_Release(&self->memory);
     PyMem_Free(self->rows);
-    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
-    release(self);
+    PyObject_GC_Del(self);
     Py_DECREF((PyObject *)type);
 }
 
@@ -182,16 +167,15 @@ static void finish(Exchange *self, void *out)
 {
     const int64_t step = self->control->step;
     const void **const rows = self->rows + (step & 1) * self->slots.size;
-    run_fold(self->fold, rows, self->slots.size, &out, false, (size_t)self->nbytes / fold_itemsize(self->fold));
+    run_fold(self->fold, (Earlier){0}, rows, self->slots.size, &out, false, (size_t)self->nbytes / fold_itemsize(self->fold));
     self->control->completed = step;
     ++self->calls;
     self->seconds += 1e-9 * (double)(clock_now() - self->started);
 }
 
-/* Call a function of Python's and throw its result away. */
-static int call(PyObject *function, PyObject *first, PyObject *second)
+/* Throw the result of a call of Python away. */
+static int dropped(PyObject *result)
 {
-    PyObject *const result = PyObject_CallFunctionObjArgs(function, first, second, NULL);
     Py_XDECREF(result);
     return result ? 0 : -1;
 }
@@ -203,7 +187,7 @@ static void give_up(Exchange *self)
     PyErr_Fetch(&type, &error, &traceback);
     PyErr_NormalizeException(&type, &error, &traceback);
     if (traceback) PyException_SetTraceback(error, traceback);
-    if (call(self->give_up, error, NULL) == 0) {
+    if (dropped(PyObject_CallMethod(self->path, "give_up", "O", error)) == 0) {
         PyErr_Restore(type, error, traceback);
         return;
     }
@@ -221,7 +205,7 @@ static int await_others(Exchange *self)
     done = self->nodes ? exchange_nodes(self->nodes, step, self->nbytes, NODES_NANOSECONDS)
                        : wait_for_all(&self->slots, step, clock_now() + WAIT_NANOSECONDS);
     Py_END_ALLOW_THREADS
-    if (done || call(self->await_others, NULL, NULL) == 0) return 0;
+    if (done || dropped(PyObject_CallMethod(self->path, "await_others", NULL)) == 0) return 0;
     give_up(self);
     return -1;
 }
@@ -237,7 +221,7 @@ static bool agree(const Exchange *self)
 static int go_on(Exchange *self, PyObject *x, PyObject *out, void *into)
 {
     if (await_others(self)) return -1;
-    if (!agree(self)) return call(self->settle, x, out);
+    if (!agree(self)) return dropped(PyObject_CallMethod(self->path, "settle", "OO", x, out));
     finish(self, into);
     return 0;
 }
@@ -359,8 +343,7 @@ static PyObject *repeats_new(PyTypeObject *type, PyObject *args, PyObject *keywo
     PyObject *array_type;
     (void)keywords;
     if (!PyArg_ParseTuple(args, "O", &array_type)) return NULL;
-    allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
-    Repeats *self = (Repeats *)allocate(type, 0);
+    Repeats *self = (Repeats *)PyType_GenericAlloc(type, 0);
     if (self) self->array_type = Py_NewRef(array_type);
     return (PyObject *)self;
 }
@@ -388,8 +371,7 @@ static void repeats_dealloc(Repeats *self)
     PyObject_GC_UnTrack(self);
     repeats_clear(self);
     Py_CLEAR(self->array_type);
-    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
-    release(self);
+    PyObject_GC_Del(self);
     Py_DECREF((PyObject *)type);
 }
 
@@ -425,14 +407,6 @@ static Exchange *find(Repeats *self, PyObject *op, PyObject *dtype, const Py_buf
         }
     }
     return NULL;
-}
-
-static bool has_dtype(PyObject *array, PyObject *dtype)
-{
-    PyObject *const found = PyObject_GetAttr(array, dtype_name);
-    if (found == NULL) PyErr_Clear();
-    Py_XDECREF(found);
-    return found == dtype;
 }
 
 /* Reduce an array that is like one before; None, before anything was done, if it is not, or if anything
@@ -490,8 +464,7 @@ static PyType_Spec repeats_spec = {
 int add_exchange(PyObject *module)
 {
     PyObject *repeats_type;
-    dtype_name = PyUnicode_InternFromString("dtype");
-    if (!dtype_name || add_type(module, &exchange_spec, "Exchange", &exchange_type) ||
+    if (add_type(module, &exchange_spec, "Exchange", &exchange_type) ||
         add_type(module, &repeats_spec, "Repeats", &repeats_type))
         return -1;
     Py_DECREF(repeats_type);

@@ -272,25 +272,11 @@ static void fold_piece(const void *context, size_t number)
     fold_between(work, first, first + (left < work->piece ? left : work->piece));
 }
 
-static inline void fold_all(Work *work)
+void run_fold(int fold, Earlier earlier, const void *const *rows, int row_count, void *const *outs, bool every,
+              size_t count)
 {
-    const size_t itemsize = fold_itemsize(work->fold);
-    if (work->count * itemsize * (size_t)work->row_count < SHARED_BYTES) {
-        fold_between(work, 0, work->count);
-        return;
-    }
-    work->piece = PIECE_BYTES / itemsize;
-    share_pieces(fold_piece, work, (work->count + work->piece - 1) / work->piece);
-}
-
-void run_fold(int fold, const void *const *rows, int row_count, void *const *outs, bool every, size_t count)
-{
-    Work work = {fold, {0}, rows, row_count, outs, every, count, 0};
-    fold_all(&work);
-}
-
-void run_fold_on(int fold, Earlier earlier, const void *const *rows, int row_count, void *out, size_t count)
-{
-    Work work = {fold, earlier, rows, row_count, &out, false, count, 0};
-    fold_all(&work);
+    const size_t itemsize = fold_itemsize(fold);
+    Work work = {fold, earlier, rows, row_count, outs, every, count, PIECE_BYTES / itemsize};
+    if (count * itemsize * (size_t)row_count < SHARED_BYTES) fold_between(&work, 0, count);
+    else share_pieces(fold_piece, &work, (count + work.piece - 1) / work.piece);
 }

@@ -29,10 +29,6 @@ size_t fold_itemsize(int fold);
 /* The bytes of an element of a total, which 16- and 8-bit floats have in float32. */
 size_t fold_total_size(int fold);
 
-/* Fold `count` elements of each row into outs[0], or all rows up to row k into outs[k] if `every`.
- * Runs in the IEEE default mode, whatever the thread's own is. */
-void run_fold(int fold, const void *const *rows, int row_count, void *const *outs, bool every, size_t count);
-
 /* What a fold goes on from: the total of so many rows, NULL and 0 if it begins; and whether more rows are to come. */
 typedef struct {
     const void *total;
@@ -40,8 +36,10 @@ typedef struct {
     bool more;
 } Earlier;
 
-/* Fold the rows onto what was folded earlier; `out` gets a total if more are to come, and else the result. */
-void run_fold_on(int fold, Earlier earlier, const void *const *rows, int row_count, void *out, size_t count);
+/* Fold `count` elements of each row onto what was folded earlier, into outs[0], which gets a total if more are to come;
+ * or all rows up to row k into outs[k] if `every`. Runs in the IEEE default mode, whatever the thread's own is. */
+void run_fold(int fold, Earlier earlier, const void *const *rows, int row_count, void *const *outs, bool every,
+              size_t count);
 
 /* The instruction sets that this machine has, the best one last; and which of them folds use. */
 extern const char *const level_names[];

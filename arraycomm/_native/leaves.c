@@ -1,20 +1,15 @@
 /* See leaves.h.
  *
  * `hold` takes the memory of all leaves of a tree at once, if they are what the caller expects. Many leaves are
- * then copied or folded in one call. Which of their bytes, and where these lie, says a table of parts. */
+ * then copied or reduced in one call. Which of their bytes, and where these lie, says a table of parts. */
 
 #include "leaves.h"
 
-#include <stdbool.h>
 #include <stdint.h>
 #include <string.h>
 
 #include "folds.h"
 #include "segment.h"
-#include "slots.h"
-
-/* Each rank folds all rows only if there are few. */
-enum { MOST_ROWS = 8 };
 
 typedef struct {
     PyObject ob_base;
@@ -22,7 +17,7 @@ typedef struct {
     Py_buffer *leaves;
 } Leaves;
 
-static PyObject *dtype_name;
+PyObject *dtype_name;
 static PyTypeObject *leaves_type;
 
 static void leaves_dealloc(Leaves *self)
@@ -30,14 +25,13 @@ static void leaves_dealloc(Leaves *self)
     PyTypeObject *const type = Py_TYPE((PyObject *)self);
     while (self->count) PyBuffer_Release(&self->leaves[--self->count]);
     PyMem_Free(self->leaves);
-    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
-    release(self);
+    PyObject_Free(self);
     Py_DECREF((PyObject *)type);
 }
 
 /* ---- taking the memory ------------------------------------------------------------------------- */
 
-static bool has_dtype(PyObject *array, PyObject *dtype)
+bool has_dtype(PyObject *array, PyObject *dtype)
 {
     PyObject *const found = PyObject_GetAttr(array, dtype_name);
     if (found == NULL) PyErr_Clear();
@@ -75,8 +69,7 @@ static PyObject *py_hold(PyObject *module, PyObject *args)
     const Py_ssize_t count = PyTuple_Size(dtypes);
     if (PyTuple_Size(shapes) != count) return PyErr_Format(PyExc_ValueError, "a leaf has one dtype and one shape");
     if (PyList_Size(arrays) != count) Py_RETURN_NONE;
-    allocfunc allocate = (allocfunc)PyType_GetSlot(leaves_type, Py_tp_alloc);
-    Leaves *self = (Leaves *)allocate(leaves_type, 0);
+    Leaves *self = (Leaves *)PyType_GenericAlloc(leaves_type, 0);
     if (self == NULL) return NULL;
     self->leaves = PyMem_Calloc((size_t)count + 1, sizeof(Py_buffer));
     bool held = self->leaves != NULL;
@@ -88,7 +81,7 @@ static PyObject *py_hold(PyObject *module, PyObject *args)
     return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
 }
 
-/* ---- copying and folding ----------------------------------------------------------------------- */
+/* ---- copying ----------------------------------------------------------------------------------- */
 
 /* Whether a part lies in the leaves and in `room` bytes, as whole elements. */
 static bool lies_in(const Leaves *self, const Part *part, int64_t room, int64_t itemsize)
@@ -98,93 +91,35 @@ static bool lies_in(const Leaves *self, const Part *part, int64_t room, int64_t 
            part->nbytes % itemsize == 0;
 }
 
-/* Take a table whose parts lie in the leaves and in `room` bytes, as whole elements; the parts' number, or -1. */
-static Py_ssize_t take_parts(const Leaves *self, PyObject *table, Py_ssize_t room, int64_t itemsize, Py_buffer *buffer)
+/* Take a table whose parts lie in the leaves and in `room` bytes; the parts' number, or -1. */
+static Py_ssize_t take_parts(const Leaves *self, PyObject *table, Py_ssize_t room, Py_buffer *buffer)
 {
     if (PyObject_GetBuffer(table, buffer, PyBUF_SIMPLE)) return -1;
     const Part *const parts = buffer->buf;
     const Py_ssize_t count = buffer->len / (Py_ssize_t)sizeof(Part);
     bool fit = (uintptr_t)parts % sizeof(int64_t) == 0 && buffer->len % (Py_ssize_t)sizeof(Part) == 0;
-    for (Py_ssize_t place = 0; fit && place < count; ++place) fit = lies_in(self, &parts[place], room, itemsize);
+    for (Py_ssize_t place = 0; fit && place < count; ++place) fit = lies_in(self, &parts[place], room, 1);
     if (fit) return count;
     PyBuffer_Release(buffer);
     PyErr_SetString(PyExc_ValueError, "the parts do not lie in the leaves and in the memory for them");
     return -1;
 }
 
-static const char *memory_of(const Leaves *self, const Part *part)
+static PyObject *leaves_fill(Leaves *self, PyObject *args)
 {
-    return (const char *)self->leaves[part->leaf].buf + part->first;
-}
-
-static PyObject *leaves_fill(Leaves *self, PyObject *const *args, Py_ssize_t nargs)
-{
-    Py_buffer row, table;
-    if (nargs != 3) return PyErr_Format(PyExc_TypeError, "fill takes a row, parts, and whether to stream");
-    const int stream = PyObject_IsTrue(args[2]);
-    if (stream < 0) return NULL;
-    if (PyObject_GetBuffer(args[0], &row, PyBUF_WRITABLE)) return NULL;
-    const Py_ssize_t count = take_parts(self, args[1], row.len, 1, &table);
+    PyObject *into, *table;
+    Py_buffer row, parts;
+    if (!PyArg_ParseTuple(args, "OO", &into, &table) || PyObject_GetBuffer(into, &row, PyBUF_WRITABLE)) return NULL;
+    const Py_ssize_t count = take_parts(self, table, row.len, &parts);
     if (count >= 0) {
-        const Part *const parts = table.buf;
         Py_BEGIN_ALLOW_THREADS
-        for (const Part *part = parts; part < parts + count; ++part) {
-            char *const into = (char *)row.buf + part->at;
-            if (stream) stream_copy(into, memory_of(self, part), (size_t)part->nbytes);
-            else memcpy(into, memory_of(self, part), (size_t)part->nbytes);
-        }
-        if (stream) end_stream();
+        for (const Part *part = parts.buf; part < (const Part *)parts.buf + count; ++part)
+            memcpy((char *)row.buf + part->at, (const char *)self->leaves[part->leaf].buf + part->first, (size_t)part->nbytes);
         Py_END_ALLOW_THREADS
-        PyBuffer_Release(&table);
+        PyBuffer_Release(&parts);
     }
     PyBuffer_Release(&row);
     return count < 0 ? NULL : Py_NewRef(Py_None);
-}
-
-/* Fold each part of all rows; those of row `own` are read from the leaves, where they are in the cache. */
-static void fold_parts(const Leaves *self, int fold, const Py_buffer *rows, int size, int own, const Part *parts,
-                       Py_ssize_t count, char *out)
-{
-    for (const Part *part = parts; part < parts + count; ++part) {
-        const void *addresses[MOST_ROWS];
-        for (int row = 0; row < size; ++row) addresses[row] = (const char *)rows[row].buf + part->at;
-        addresses[own] = memory_of(self, part);
-        void *const into = out + part->at;
-        run_fold(fold, addresses, size, &into, false, (size_t)part->nbytes / fold_itemsize(fold));
-    }
-}
-
-static PyObject *leaves_fold(Leaves *self, PyObject *args)
-{
-    PyObject *arrays, *table, *out, *result = NULL;
-    int fold, own, taken = 0;
-    Py_buffer rows[MOST_ROWS + 1], parts;
-    if (!PyArg_ParseTuple(args, "iOiOO", &fold, &arrays, &own, &table, &out)) return NULL;
-    const Py_ssize_t size = PySequence_Size(arrays);
-    if (size < 0) return NULL;
-    if (size > MOST_ROWS || own < 0 || own >= size || fold < 0 || fold >= DTYPES * OPS)
-        return PyErr_Format(PyExc_ValueError, "there is no such fold, or not this number of rows");
-    for (; taken <= size; ++taken) {
-        PyObject *const array = taken < size ? PySequence_GetItem(arrays, taken) : Py_NewRef(out);
-        const int failed = !array || PyObject_GetBuffer(array, &rows[taken], taken < size ? PyBUF_SIMPLE : PyBUF_WRITABLE);
-        Py_XDECREF(array);
-        if (failed) goto end;
-        if (rows[taken].len != rows[0].len) {
-            ++taken;
-            PyErr_SetString(PyExc_ValueError, "rows and results must have the same elements");
-            goto end;
-        }
-    }
-    const Py_ssize_t count = take_parts(self, table, rows[0].len, (int64_t)fold_itemsize(fold), &parts);
-    if (count < 0) goto end;
-    Py_BEGIN_ALLOW_THREADS
-    fold_parts(self, fold, rows, (int)size, own, parts.buf, count, rows[size].buf);
-    Py_END_ALLOW_THREADS
-    PyBuffer_Release(&parts);
-    result = Py_NewRef(Py_None);
-end:
-    while (taken) PyBuffer_Release(&rows[--taken]);
-    return result;
 }
 
 /* ---- chunks in the segment --------------------------------------------------------------------- */
@@ -247,11 +182,8 @@ static PyObject *leaves_reduce(Leaves *self, PyObject *args)
 }
 
 static PyMethodDef leaves_methods[] = {
-    {"fill", (PyCFunction)(void (*)(void))leaves_fill, METH_FASTCALL,
-     PyDoc_STR("fill(row, parts, stream): copy parts of the leaves into a row, past the caches or through them.")},
-    {"fold", (PyCFunction)(void (*)(void))leaves_fold, METH_VARARGS,
-     PyDoc_STR("fold(number, rows, own, parts, out): fold parts of rows; those of one's own row come from the leaves, "
-               "and `out` must not overlap these.")},
+    {"fill", (PyCFunction)(void (*)(void))leaves_fill, METH_VARARGS,
+     PyDoc_STR("fill(row, parts): copy parts of the leaves into a row.")},
     {"reduce", (PyCFunction)(void (*)(void))leaves_reduce, METH_VARARGS,
      PyDoc_STR("reduce(place, tree, parts, chunk, nbytes): reduce the leaves in a segment by tables of chunks and of parts, in chunks of at most so "
                "many bytes, with so many bytes of results; see segment.h for the place and what is returned.")},

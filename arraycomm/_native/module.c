@@ -108,7 +108,8 @@ static int check_rows(const Buffers *buffers, Py_ssize_t rows, size_t itemsize)
     return 0;
 }
 
-static int run(const Buffers *buffers, int fold, Py_ssize_t rows, bool every)
+/* Fold the rows, which come first, into what comes behind them. */
+static int run(const Buffers *buffers, int fold, Earlier earlier, Py_ssize_t rows, bool every)
 {
     const void *few[2 * FEW_ROWS];
     const void **addresses = few;
@@ -121,10 +122,10 @@ static int run(const Buffers *buffers, int fold, Py_ssize_t rows, bool every)
     const size_t nbytes = (size_t)buffers->all[0].len, count = nbytes / fold_itemsize(fold);
     void *const *outs = (void *const *)(addresses + rows);
     if (nbytes * (size_t)rows < MANY_BYTES) {
-        run_fold(fold, addresses, (int)rows, outs, every, count);
+        run_fold(fold, earlier, addresses, (int)rows, outs, every, count);
     } else {
         Py_BEGIN_ALLOW_THREADS
-        run_fold(fold, addresses, (int)rows, outs, every, count);
+        run_fold(fold, earlier, addresses, (int)rows, outs, every, count);
         Py_END_ALLOW_THREADS
     }
     if (addresses != few) PyMem_Free(addresses);
@@ -152,7 +153,7 @@ static PyObject *reduce_rows(PyObject *const *args, Py_ssize_t nargs, bool every
     if (make_room(&buffers, every ? 2 * rows : rows + 1)) return NULL;
     if (PyObject_CheckBuffer(args[1]) ? take_rows(&buffers, args[1]) : take_all(&buffers, args[1], rows, PyBUF_SIMPLE)) goto end;
     if (every ? take_all(&buffers, args[2], rows, PyBUF_WRITABLE) : take(&buffers, args[2], PyBUF_WRITABLE)) goto end;
-    if (check_rows(&buffers, rows, fold_itemsize(fold)) || run(&buffers, fold, rows, every)) goto end;
+    if (check_rows(&buffers, rows, fold_itemsize(fold)) || run(&buffers, fold, (Earlier){0}, rows, every)) goto end;
     result = Py_NewRef(Py_None);
 end:
     release(&buffers);
@@ -171,16 +172,19 @@ static PyObject *py_prefixes(PyObject *module, PyObject *const *args, Py_ssize_t
     return reduce_rows(args, nargs, true);
 }
 
-/* Rows come first, then the total before them if there is one, and then what is written. */
-static int check_fold_on(const Buffers *buffers, Py_ssize_t rows, bool begins, bool more, int fold)
+/* Rows come first, then what is written, and then the total before them if there is one. */
+static int check_fold_on(const Buffers *buffers, Py_ssize_t rows, bool more, int fold)
 {
     const size_t count = (size_t)buffers->all[0].len / fold_itemsize(fold);
-    const Py_buffer *const out = &buffers->all[buffers->count - 1];
+    const Py_buffer *const out = &buffers->all[rows];
     bool fit = (size_t)buffers->all[0].len == count * fold_itemsize(fold);
     fit = fit && (size_t)out->len == count * (more ? fold_total_size(fold) : fold_itemsize(fold));
-    fit = fit && (begins || (size_t)buffers->all[rows].len == count * fold_total_size(fold));
-    for (Py_ssize_t row = 0; fit && row < rows; ++row) fit = buffers->all[row].len == buffers->all[0].len;
-    for (Py_ssize_t place = 0; fit && count && place < buffers->count - 1; ++place) fit = !overlap(&buffers->all[place], out);
+    for (Py_ssize_t place = 0; fit && place < buffers->count; ++place) {
+        const Py_buffer *const read = &buffers->all[place];
+        if (read == out) continue;
+        fit = (size_t)read->len == count * (place < rows ? fold_itemsize(fold) : fold_total_size(fold));
+        fit = fit && !(count && overlap(read, out));
+    }
     if (!fit) PyErr_SetString(PyExc_ValueError, "rows and totals must have the same elements, and out its own memory");
     return fit ? 0 : -1;
 }
@@ -199,22 +203,10 @@ static PyObject *py_fold_on(PyObject *module, PyObject *args)
     Buffers buffers;
     if (make_room(&buffers, rows + 2)) return NULL;
     if (PyObject_CheckBuffer(arrays) ? take_rows(&buffers, arrays) : take_all(&buffers, arrays, rows, PyBUF_SIMPLE)) goto end;
-    if (!begins && take(&buffers, total, PyBUF_SIMPLE)) goto end;
-    if (take(&buffers, out, PyBUF_WRITABLE) || check_fold_on(&buffers, rows, begins, more, number)) goto end;
-    const void *few[2 * FEW_ROWS];
-    const void **addresses = rows <= 2 * FEW_ROWS ? few : PyMem_Calloc((size_t)rows, sizeof(void *));
-    if (addresses == NULL) {
-        PyErr_NoMemory();
-        goto end;
-    }
-    for (Py_ssize_t row = 0; row < rows; ++row) addresses[row] = buffers.all[row].buf;
-    const Earlier earlier = {begins ? NULL : buffers.all[rows].buf, before, more};
-    const size_t count = (size_t)buffers.all[0].len / fold_itemsize(number);
-    Py_BEGIN_ALLOW_THREADS
-    run_fold_on(number, earlier, addresses, (int)rows, buffers.all[buffers.count - 1].buf, count);
-    Py_END_ALLOW_THREADS
-    if (addresses != few) PyMem_Free(addresses);
-    result = Py_NewRef(Py_None);
+    if (take(&buffers, out, PyBUF_WRITABLE) || (!begins && take(&buffers, total, PyBUF_SIMPLE))) goto end;
+    if (check_fold_on(&buffers, rows, more, number)) goto end;
+    const Earlier earlier = {begins ? NULL : buffers.all[rows + 1].buf, before, more};
+    if (run(&buffers, number, earlier, rows, false) == 0) result = Py_NewRef(Py_None);
 end:
     release(&buffers);
     return result;

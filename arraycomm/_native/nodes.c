@@ -14,6 +14,7 @@
 #include <string.h>
 
 #include "slots.h"
+#include "turns.h"
 
 /* Rounds double the nodes that are known. */
 enum { ROUNDS = 24, STATUS_WORDS = 16 };
@@ -62,7 +63,7 @@ struct Nodes {
     bool fits;
 };
 
-PyTypeObject *nodes_type;
+PyObject *nodes_type;
 
 /* ---- making one -------------------------------------------------------------------------------- */
 
@@ -131,8 +132,7 @@ static PyObject *nodes_new(PyTypeObject *type, PyObject *args, PyObject *keyword
                                      &others, &received, &ahead, &box, &start, &test))
         return NULL;
     if (ahead < 1) return PyErr_Format(PyExc_ValueError, "a piece at least must be under way");
-    allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
-    Nodes *self = (Nodes *)allocate(type, 0);
+    Nodes *self = (Nodes *)PyType_GenericAlloc(type, 0);
     if (self == NULL) return NULL;
     self->start = (int (*)(void *))(uintptr_t)start;
     self->test = (int (*)(void *, int *, void *))(uintptr_t)test;
@@ -173,8 +173,7 @@ static void nodes_dealloc(Nodes *self)
     PyMem_Free(self->others);
     forget_messages(self);
     PyMem_Free(self->messages);
-    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
-    release(self);
+    PyObject_Free(self);
     Py_DECREF((PyObject *)type);
 }
 
@@ -196,21 +195,6 @@ static bool is_over(Nodes *self, void *request, int64_t end)
 static size_t whole(Py_ssize_t nbytes)
 {
     return ((size_t)nbytes + 7) / 8 * 8;
-}
-
-static int read_addresses(PyObject *sequence, int count, void **addresses)
-{
-    if (PySequence_Size(sequence) != count) {
-        if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "there must be a message for each round");
-        return -1;
-    }
-    for (int round = 0; round < count; ++round) {
-        PyObject *const item = PySequence_GetItem(sequence, round);
-        addresses[round] = item ? PyLong_AsVoidPtr(item) : NULL;
-        Py_XDECREF(item);
-        if (PyErr_Occurred()) return -1;
-    }
-    return 0;
 }
 
 /* Begin receives up to a number of them, and sends. */
@@ -282,7 +266,13 @@ static int read_lane(PyObject *sequence, Lane *lane)
         return -1;
     }
     lane->count = (int)count / 2;
-    return read_addresses(sequence, (int)count, lane->messages);
+    for (Py_ssize_t place = 0; place < count; ++place) {
+        PyObject *const item = PySequence_GetItem(sequence, place);
+        lane->messages[place] = item ? PyLong_AsVoidPtr(item) : NULL;
+        Py_XDECREF(item);
+        if (PyErr_Occurred()) return -1;
+    }
+    return 0;
 }
 
 /* Read so many lanes, which are all 0 before. */
@@ -516,7 +506,5 @@ static PyType_Spec nodes_spec = {
 
 int add_nodes(PyObject *module)
 {
-    nodes_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &nodes_spec, NULL);
-    if (nodes_type == NULL) return -1;
-    return PyModule_AddObjectRef(module, "Nodes", (PyObject *)nodes_type);
+    return add_type(module, &nodes_spec, "Nodes", &nodes_type);
 }

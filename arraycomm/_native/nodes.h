@@ -11,7 +11,7 @@
 
 typedef struct Nodes Nodes;
 
-extern PyTypeObject *nodes_type;
+extern PyObject *nodes_type;
 
 /* Say how much of its payload this rank shows in a step that it is about to post. */
 void announce(Nodes *self, int64_t step, Py_ssize_t nbytes);

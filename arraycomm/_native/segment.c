@@ -27,7 +27,7 @@ PyObject *reduce_in_segment(Chunks *chunks, PyObject *place)
     chunks->seconds = buffers[SECONDS].buf;
     const int rank = chunks->slots.rank, size = chunks->slots.size;
     const Py_ssize_t count = buffers[STREAMS].len;
-    bool fit = size > 0 && size <= MOST_RANKS && rank >= 0 && rank < size && slot >= PAYLOAD && slot % 8 == 0 &&
+    bool fit = size > 0 && rank >= 0 && rank < size && slot >= PAYLOAD && slot % 8 == 0 &&
                (uintptr_t)chunks->slots.memory % 8 == 0 && buffers[SLOTS].len / 2 / size >= slot && turn >= 0 &&
                chunk > 0 && chunk % 64 == 0 && chunks->row_count > 0 && chunks->folded_count > 0 && chunks->first_row >= 0;
     fit = fit && buffers[SEGMENT].len / chunk >= (Py_ssize_t)chunks->row_count * size + chunks->folded_count &&
@@ -42,12 +42,18 @@ PyObject *reduce_in_segment(Chunks *chunks, PyObject *place)
         PyErr_SetString(PyExc_ValueError, "the chunks are not as the segment has them");
         goto end;
     }
+    chunks->addresses = PyMem_Calloc((size_t)size, sizeof(void *));
+    if (chunks->addresses == NULL) {
+        PyErr_NoMemory();
+        goto end;
+    }
     int64_t last = step;
     size_t reached;
     Py_BEGIN_ALLOW_THREADS
     const int64_t end = clock_now() + nanoseconds;
     reached = make_turns(chunks, (size_t)turn, &last, end);
     Py_END_ALLOW_THREADS
+    PyMem_Free(chunks->addresses);
     result = Py_BuildValue("nL", (Py_ssize_t)reached, (long long)last);
 end:
     while (taken) PyBuffer_Release(&buffers[--taken]);

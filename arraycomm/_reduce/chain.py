@@ -12,8 +12,9 @@ chunks, if that is earlier. A turn is a step of the node's own control channel.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from functools import partial
 from math import isqrt
 from typing import Any, Final
 
@@ -30,10 +31,11 @@ from arraycomm._reduce.segment import (
     ChunkTask,
     MemoryOpened,
     SharedSegment,
+    Targets,
     own_part,
     share,
 )
-from arraycomm._transports.base import Bytes, Handle, Link, Steps, Transport
+from arraycomm._transports.base import Bytes, Flat, Handle, Link, Steps, Transport
 from arraycomm._transports.node_chain import NodeChain
 
 # The bytes of a chunk at most, if the segment of a node has at most so many then; and at least.
@@ -54,6 +56,8 @@ _LINE: Final = 64
 _WIDEST: Final = 4
 # Results of more bytes would only push one another out of the caches.
 _LARGE: Final = 8 << 20
+# Of more ranks, each copies in its own part as well, so that all rows lie at the same distance.
+_MANY: Final = 16
 
 
 def is_preferred(transport: Transport, dtypes: Iterable[DType], nbytes: int) -> bool:
@@ -97,11 +101,10 @@ def largest_chunk(most: int) -> int:
 class ChainSegment(SharedSegment):
     """The shared segment of a node, whose chunks go on along the chain."""
 
-    folds_leaves = turns_natively = arrays_natively = False
+    chained = True
 
     def __init__(self, chain: NodeChain, memory: Bytes) -> None:
-        self.chain, self.control = chain, chain.control
-        self.native, self.position = compiled is not None, 0
+        self.chain, self.control, self.position = chain, chain.control, 0
         self.chunk_bytes = largest_chunk(chain.most)
         size = chain.control.size
         rows = memory.reshape(-1, self.chunk_bytes)
@@ -124,17 +127,18 @@ class ChainSegment(SharedSegment):
         place, lanes = self.control.rank, self.chain.lanes
         return own_part(count, place, lanes) if place < lanes else slice(0, 0)
 
-    def reduce(
-        self, chunk_tasks: Iterable[ChunkTask], op: str, nbytes: int, *, one_way: bool = False
-    ) -> Steps:
+    def reduce_array(self, source: Flat, target: Flat, op: str) -> Steps:
+        return self.reduce(chunk_tasks(self, source, target), op, source.nbytes)
+
+    def reduce(self, chunk_tasks: Iterable[ChunkTask], op: str, nbytes: int) -> Steps:
         chain = self.chain
         call = _Call(self, list(chunk_tasks), op)
         count = len(call.tasks)
         delay = min(2 * (chain.nodes - chain.node) - 1, count)
-        copy = compiled.copy if self.native and nbytes > _LARGE else np.copyto
+        copy = np.copyto if compiled is None or nbytes <= _LARGE else compiled.copy
         for turn in range(count + delay + 1):
             if turn < count:
-                call.tasks[turn].fill(False)
+                call.tasks[turn].fill()
             if turn:
                 yield self.control
             if chain.carries:
@@ -253,6 +257,33 @@ class _Call:
         if self._chain.before >= 0:
             place = number % _RESULTS
             self._sent[place] = self._chain.send(memory.sent_results[place], self._chain.before)
+
+
+def chunk_tasks(segment: ChainSegment, source: Flat, target: Flat) -> Iterator[ChunkTask]:
+    """Cut an array into chunks, whose folds go to `target`; the two may be the same memory."""
+    control, step = segment.control, segment.chunk_for(source.nbytes) // source.itemsize
+    for start in range(0, len(source), step):
+        part, into = source[start : start + step], target[start : start + step]
+        rows = segment.rows[segment.position % ROWS, :, : part.nbytes].view(part.dtype)
+        segment.position += 1
+        row, targets = rows[control.rank], partial(_whole, into)
+        if control.size > _MANY:
+            yield ChunkTask(partial(np.copyto, row, part), part.dtype, rows, targets)
+            continue
+        fill = partial(_copy_others, row, part, segment.own(len(part)))
+        rows = list(rows)
+        rows[control.rank] = part
+        yield ChunkTask(fill, part.dtype, rows, targets)
+
+
+def _copy_others(row: Flat, part: Flat, own: slice) -> None:
+    """Copy what others fold."""
+    for others in (slice(own.start), slice(own.stop, None)):
+        row[others] = part[others]
+
+
+def _whole(into: Flat) -> Targets:
+    return [(slice(None), into)]
 
 
 def segment_of(transport: Link) -> Steps:

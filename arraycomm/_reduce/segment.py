@@ -10,9 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain, islice, repeat
-from time import perf_counter
 from typing import Any, ClassVar, Final, NamedTuple, TypeAlias
 
 import numpy as np
@@ -42,8 +40,6 @@ _TRIED: Final = 3
 _BETWEEN_TRIALS: Final = 1024
 # For so long the native part makes turns before Python looks around.
 NANOSECONDS: Final = 20_000_000
-# Of more ranks, each copies in its own part as well, so that all rows lie at the same distance.
-_MANY: Final = 16
 # A segment was measured with up to so many ranks.
 _MEASURED_RANKS: Final = 8
 # Chunks that are under way at once. A rank that fills the row of chunk k has seen every rank
@@ -57,7 +53,6 @@ FOLDED: Final = 3
 
 # Where elements of a chunk go: which of them, and the memory for their results.
 Targets = Iterable[tuple[slice, Array]]
-_ALL: Final = slice(None)
 
 
 # What the native part is told of the segment, and from where it goes on; see _native/segment.h.
@@ -67,18 +62,15 @@ Place: TypeAlias = tuple[Any, ...]
 class ChunkTask(NamedTuple):
     """One chunk of a call: `fill` writes this rank's row; `targets` returns where results go.
 
-    `fill` takes whether to copy past the caches, which it may leave aside; this rank's own part may
-    be left out if `rows`, `fold` or `pieces` read it elsewhere. `fold` writes the results of this
-    rank's part of a chunk to memory for the whole, if that is done in another way than from `rows`.
     Along a chain of nodes this rank's part is folded in `pieces`: which elements each of them has,
-    and those of this rank, or None if they are in its row.
+    and those of this rank, or None if they are in its row. What `rows` or `pieces` have elsewhere,
+    `fill` may leave out.
     """
 
-    fill: Callable[[bool], None]
+    fill: Callable[[], None]
     dtype: DType
     rows: Sequence[Array] | Array
     targets: Callable[[], Targets]
-    fold: Callable[[str, Array], None] | None = None
     pieces: Sequence[tuple[slice, Array | None]] | None = None
 
 
@@ -98,27 +90,6 @@ def chunk_bytes(size: int) -> int:
 # Whether a chunk is copied in past the caches; and a list for the seconds that a byte takes to be
 # copied and to be folded, if they are to be measured.
 _Way: TypeAlias = tuple[bool, list[float] | None]
-
-
-class _Timed(NamedTuple):
-    """A chunk of a call; whether it is copied past the caches; and a list for its seconds."""
-
-    task: ChunkTask
-    streams: bool
-    seconds: list[float] | None
-
-    def fill(self) -> None:
-        """Copy this rank's row in."""
-        self.run(self.task.fill, self.streams)
-
-    def run(self, work: Callable[..., None], *arguments: Any) -> None:
-        """Do this work, and measure it if that is wanted."""
-        if self.seconds is None:
-            work(*arguments)
-            return
-        started = perf_counter()
-        work(*arguments)
-        self.seconds.append((perf_counter() - started) / self.task.rows[0].nbytes)
 
 
 class _Copies:
@@ -161,17 +132,14 @@ class _Copies:
 class SharedSegment:
     """Rows of memory for the chunks of each rank that are under way, and some for folded chunks."""
 
-    # Whether a task may fold this rank's part by itself.
-    folds_leaves: ClassVar[bool] = True
+    # Whether chunks go on along a chain of nodes: then no turns are made in the native part.
+    chained: ClassVar[bool] = False
 
     def __init__(self, control: SharedControl, memory: Bytes, *, native: bool) -> None:
         # Its steps say which chunks every rank has published.
         self.control = control
         # Whether all ranks can copy past their caches.
         self.native = native
-        # Whether the native part makes the turns of held leaves, and of arrays.
-        self.turns_natively = native and self.folds_leaves and control.size <= _MEASURED_RANKS
-        self.arrays_natively = control.size <= _MANY
         self._small, self._large = _Copies(), _Copies()
         # The next chunk. Calls without headers go on counting: the last chunks of a call may still
         # be folded by other ranks. After a header all rows are free.
@@ -203,51 +171,40 @@ class SharedSegment:
             return repeat((False, None))
         return (self._large if nbytes > CACHED_BYTES else self._small).ways()
 
-    def reduce(
-        self, chunk_tasks: Iterable[ChunkTask], op: str, nbytes: int, *, one_way: bool = False
-    ) -> Steps:
+    def reduce(self, chunk_tasks: Iterable[ChunkTask], op: str, nbytes: int) -> Steps:
         """Reduce chunk after chunk; each task fills this rank's row and names the targets.
 
-        `nbytes` are those of all chunks. `one_way` is whether the tasks copy in one way, whatever
-        they are told. A step publishes a chunk, and this rank's part of the one before. What all
-        ranks have folded is taken once they have posted the next step.
+        `nbytes` are those of all chunks. A step publishes a chunk, and this rank's part of the one
+        before. What all ranks have folded is taken once they have posted the next step.
         """
-        # The tasks come first: a way that no chunk takes must not count.
-        chunks = (
-            _Timed(chunk_task, streams, None if one_way else seconds)
-            for chunk_task, (streams, seconds) in zip(chunk_tasks, self.ways(nbytes), strict=False)
-        )
         # Large results would only push one another out of the caches.
         copy = compiled.copy if self.native and nbytes > CACHED_BYTES else np.copyto
-        published: _Timed | None = None
-        done: _Timed | None = None
-        for number, chunk in enumerate(chain(chunks, (None, None))):
+        published: ChunkTask | None = None
+        done: ChunkTask | None = None
+        for number, chunk in enumerate(chain(chunk_tasks, (None, None))):
             if chunk is not None:
                 chunk.fill()
             if number:
                 yield self.control
             if published is not None:
-                published.run(self.fold_part, published.task, number, op)
+                own, folded = self.own(len(published.rows[0])), self._folded_of(published, number)
+                fold(op, published.dtype, [row[own] for row in published.rows], folded[own])
             if chunk is not None or published is not None:
                 self.control.post()
             if done is not None:
-                folded = self._folded_of(done.task, number - 1)
-                for part, target in done.task.targets():
+                folded = self._folded_of(done, number - 1)
+                for part, target in done.targets():
                     copy(target, folded[part])
             published, done = chunk, published
 
     def reduce_array(self, source: Flat, target: Flat, op: str) -> Steps:
-        """Reduce an array as `reduce` does; the two may be the same memory."""
-        if not self.arrays_natively:
-            tasks = chunk_tasks(self, source, target)
-            yield from self.reduce(tasks, op, source.nbytes)
-            return
-        x, fold, first = raw(source), number_of(op, source.dtype), self.position % ROWS
-        count = -(-source.nbytes // self.chunk_for(source.nbytes))
+        """Reduce an array in the native part; `target` may be the same memory."""
+        x, number, first = raw(source), number_of(op, source.dtype), self.position % ROWS
+        count = -(-source.nbytes // self.chunk_bytes)
         self.position += count
 
         def go_on(place: Place) -> tuple[int, int]:
-            reached: tuple[int, int] = compiled.reduce_chunks(place, x, fold)
+            reached: tuple[int, int] = compiled.reduce_chunks(place, x, number)
             return reached
 
         yield from self.reduce_natively(go_on, raw(target), count, first)
@@ -274,15 +231,6 @@ class SharedSegment:
         for (_, measured), found in zip(ways, seconds.tolist(), strict=True):
             if measured is not None:
                 measured.extend(found)
-
-    def fold_part(self, chunk_task: ChunkTask, number: int, op: str) -> None:
-        """Fold this rank's part of a chunk, in the turn of this number."""
-        rows, folded = chunk_task.rows, self._folded_of(chunk_task, number)
-        if chunk_task.fold is not None:
-            chunk_task.fold(op, folded)
-            return
-        own = self.own(len(rows[0]))
-        fold(op, chunk_task.dtype, [row[own] for row in rows], folded[own])
 
     def _folded_of(self, chunk_task: ChunkTask, number: int) -> Flat:
         folded: Flat = self._folded[number % FOLDED]
@@ -375,37 +323,3 @@ def share(transport: Transport, nbytes: int, among: ControlChannel | None = None
     if memory is None or not all(reply.opened for reply in replies):
         return None, False
     return memory, all(reply.native for reply in replies)
-
-
-def chunk_tasks(segment: SharedSegment, source: Flat, target: Flat) -> Iterator[ChunkTask]:
-    """Cut an array into chunks, whose folds go to `target`; the two may be the same memory."""
-    control, step = segment.control, segment.chunk_for(source.nbytes) // source.itemsize
-    for start in range(0, len(source), step):
-        part, into = source[start : start + step], target[start : start + step]
-        rows = segment.rows[segment.position % ROWS, :, : part.nbytes].view(part.dtype)
-        segment.position += 1
-        if control.size > _MANY:
-            fill = partial(_copy_all, rows[control.rank], part)
-            yield ChunkTask(fill, part.dtype, rows, partial(_whole, into))
-            continue
-        rows = list(rows)
-        own = segment.own(len(part))
-        fill = partial(_copy_others, rows[control.rank], part, own)
-        rows[control.rank] = part
-        yield ChunkTask(fill, part.dtype, rows, partial(_whole, into))
-
-
-def _copy_all(row: Flat, part: Flat, streams: bool) -> None:
-    (compiled.copy if streams else np.copyto)(row, part)
-
-
-def _copy_others(row: Flat, part: Flat, own: slice, streams: bool) -> None:
-    """Copy what others fold."""
-    copy = compiled.copy if streams else np.copyto
-    for others in (slice(own.start), slice(own.stop, len(part))):
-        if others.stop > (others.start or 0):
-            copy(row[others], part[others])
-
-
-def _whole(into: Flat) -> Targets:
-    return [(_ALL, into)]

@@ -135,7 +135,7 @@ class Fusion:
                 yield from self._reduce_chunks(segment, packed, sources, op, over)
                 return over
             layouts = self._layouts_in(segment)
-            if segment.turns_natively:
+            if not segment.chained:
                 if self._tables is None or self._tables.over != over:
                     self._tables = ChunkTables((each.tables(over) for each in layouts), over)
                 yield from held.reduce(segment, self._tables, op, packed.buffer)
@@ -157,7 +157,7 @@ class Fusion:
             self._together = table_of(part for part in self._parts if part.leaf not in alone)
         flats = self._flats(sources)
         if isinstance(sources, Held):
-            sources.fill(packed.buffer, self._together, streams=False)
+            sources.fill(packed.buffer, self._together)
         else:
             packed.pack(sources, without=flats)
         for dtype, several in groupby(self._messages, key=lambda message: message.dtype):
@@ -186,7 +186,7 @@ class Fusion:
     def pack(self, packed: Packed, sources: Sources | Held) -> None:
         """Copy the leaves in; None stands for zeros."""
         if isinstance(sources, Held):
-            sources.fill(packed.buffer, self._whole, streams=False)
+            sources.fill(packed.buffer, self._whole)
         else:
             packed.pack(sources)
 
@@ -226,7 +226,7 @@ class Fusion:
         arrays = self._arrays(packed, sources)
         flats = {leaf: _flat(arrays[leaf]) for leaf in self._are_cut | over}
         tasks = (layout.chunk_task(arrays, flats, packed.buffer, over) for layout in layouts)
-        yield from segment.reduce(tasks, op, self.nbytes, one_way=True)
+        yield from segment.reduce(tasks, op, self.nbytes)
 
     def _layouts_in(self, segment: SharedSegment) -> tuple[ChunkLayout, ...]:
         if self._layouts is None:

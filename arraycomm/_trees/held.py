@@ -32,15 +32,9 @@ class Held:
         flat: Bytes = self.arrays[part.leaf].reshape(-1).view(BYTE)
         return flat[part.first : part.last]
 
-    def fill(self, row: Bytes, parts: Array, *, streams: bool) -> None:
-        """Copy parts of the leaves into a row, past the caches if it `streams`."""
-        self._leaves.fill(row, parts, streams)
-
-    def fold(
-        self, op: str, dtype: DType, rows: Sequence[Bytes], own: int, parts: Array, out: Bytes
-    ) -> None:
-        """Fold parts of rows into `out`, which overlaps no leaf; row `own` is the leaves'."""
-        self._leaves.fold(number_of(op, dtype), rows, own, parts, out)
+    def fill(self, row: Bytes, parts: Array) -> None:
+        """Copy parts of the leaves into a row."""
+        self._leaves.fill(row, parts)
 
     def reduce(self, segment: SharedSegment, tables: ChunkTables, op: str, target: Bytes) -> Steps:
         """Reduce the leaves through a segment, of which the native part makes all turns.

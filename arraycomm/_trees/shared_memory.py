@@ -11,7 +11,6 @@ from arraycomm._arrays.buffer import Array
 from arraycomm._dtypes import DType
 from arraycomm._reduce.segment import ChunkTask, SharedSegment, Targets
 from arraycomm._transports.base import Bytes
-from arraycomm._trees.buffers import BYTE
 from arraycomm._trees.held import Held, table_of
 from arraycomm._trees.layout import ALIGNMENT, RESULTS, Chunk, Part, Spec
 
@@ -40,26 +39,24 @@ class ChunkLayout:
         self.dtype, self.span = chunk.dtype, slice(chunk.start, chunk.stop)
         self._parts = chunk.parts
         rows = segment.rows[number, :, : chunk.stop - chunk.start]
-        self._bytes, self._rank = list(rows), segment.control.rank
+        self._own_row = rows[segment.control.rank]
         self.rows = list(rows.view(chunk.dtype))
         itemsize = chunk.dtype.itemsize
-        self._folds = segment.folds_leaves
         own = segment.own(len(self.rows[0]))
         start, stop = own.start * itemsize, own.stop * itemsize
         # Of what lies in the chunk, what this rank folds, and what others fold.
         mine = list(_between(start, stop, chunk.parts))
         others = [*_between(0, start, chunk.parts), *_between(stop, rows.shape[1], chunk.parts)]
         self._pieces: list[tuple[slice, Part | None]] = []
-        if not self._folds:
+        if segment.chained:
             others += [part for part in mine if not _is_piece(part)]
             self._pieces = list(_pieces(own, filter(_is_piece, mine), itemsize))
         self._own, self._others = table_of(mine), table_of(others)
         self.leaves: list[tuple[int, Array]] = []
         self.ends: list[tuple[int, slice, Bytes]] = []
-        own_row = rows[segment.control.rank]
         for leaf, first, last, at in chunk.parts:
             dtype, shape = specs[leaf]
-            part = own_row[at : at + last - first]
+            part = self._own_row[at : at + last - first]
             if last - first == math.prod(shape) * dtype.itemsize:
                 self.leaves.append((leaf, part.view(dtype).reshape(shape)))
             else:
@@ -74,7 +71,7 @@ class ChunkLayout:
     ) -> ChunkTask:
         """Return the chunk of one call, with these leaves; the results of some go over them."""
         targets = partial(self.targets, flats, buffer, over)
-        return ChunkTask(lambda _: self.fill(arrays, flats), self.dtype, self.rows, targets)
+        return ChunkTask(partial(self.fill, arrays, flats), self.dtype, self.rows, targets)
 
     def tables(self, over: frozenset[int]) -> tuple[DType, int, list[Array]]:
         """Return the chunk's dtype and bytes, and its parts: others' folds, own folds, results."""
@@ -84,19 +81,15 @@ class ChunkLayout:
     def held_task(
         self, held: Held, flats: Mapping[int, Bytes | None], buffer: Bytes, over: frozenset[int]
     ) -> ChunkTask:
-        """Return the chunk of one call, with leaves whose memory is held."""
+        """Return the chunk of one call along a chain of nodes, with leaves whose memory is held."""
         pieces = [(own, part and held.part(part).view(self.dtype)) for own, part in self._pieces]
         return ChunkTask(
-            lambda streams: held.fill(self._bytes[self._rank], self._others, streams=streams),
+            partial(held.fill, self._own_row, self._others),
             self.dtype,
             self.rows,
             partial(self.targets, flats, buffer, over),
-            partial(self._fold, held) if self._folds else None,
             pieces,
         )
-
-    def _fold(self, held: Held, op: str, folded: Array) -> None:
-        held.fold(op, self.dtype, self._bytes, self._rank, self._own, folded.view(BYTE))
 
     def targets(
         self, flats: Mapping[int, Bytes | None], buffer: Bytes, over: frozenset[int]

@@ -15,9 +15,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from arraycomm._folds import fold
-from arraycomm._reduce import chain, segment
-from arraycomm._reduce.chain import ChainSegment, chunk_bytes, is_quicker, largest_chunk
-from arraycomm._reduce.segment import ChunkTask, chunk_tasks
+from arraycomm._reduce import chain
+from arraycomm._reduce.chain import (
+    ChainSegment,
+    chunk_bytes,
+    chunk_tasks,
+    is_quicker,
+    largest_chunk,
+)
+from arraycomm._reduce.segment import ChunkTask
 from arraycomm._transports.control import SharedControl
 from arraycomm._transports.node_chain import NodeChain, is_chain
 from tests.support.on_ranks import alone
@@ -188,9 +194,9 @@ def _in_pieces(own: ChainSegment, tasks: Iterable[ChunkTask], source: Any, seed:
         yield task._replace(fill=partial(_fill, task, rows[rank], pieces), rows=rows, pieces=pieces)
 
 
-def _fill(task: ChunkTask, row: Any, pieces: Any, streams: bool) -> None:
+def _fill(task: ChunkTask, row: Any, pieces: Any) -> None:
     """Fill a row, with wrong elements where others do not read them."""
-    task.fill(streams)
+    task.fill()
     for part, elements in pieces:
         if elements is not None:
             row[part] = 77
@@ -224,7 +230,7 @@ def test_results_are_in_rank_order_whoever_goes_on_first(
         patch.setattr(chain, "_CHUNK", SMALL)
         patch.setattr(chain, "_LEAST_CHUNK", SMALL // 4)
         patch.setattr(chain, "_WORKED", 256)
-        patch.setattr(segment, "_MANY", many)
+        patch.setattr(chain, "_MANY", many)
         job = _Job(sizes, seed)
         rng, expected, made = np.random.default_rng(seed), [], []
         for count, dtype, in_place in calls:

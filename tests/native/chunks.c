@@ -19,9 +19,10 @@ size_t fold_itemsize(int fold)
     return sizeof(int);
 }
 
-void run_fold(int fold, const void *const *from, int row_count, void *const *outs, bool every, size_t count)
+void run_fold(int fold, Earlier earlier, const void *const *from, int row_count, void *const *outs, bool every,
+              size_t count)
 {
-    (void)fold, (void)every;
+    (void)fold, (void)earlier, (void)every;
     for (size_t place = 0; place < count; ++place) {
         int total = 0;
         for (int row = 0; row < row_count; ++row) total += ((const int *)from[row])[place];
@@ -77,6 +78,7 @@ static void *play(void *number)
         const int count = 1 + call * 7 % MOST;
         int x[MOST], out[MOST];
         char streams[MOST];
+        const void *addresses[RANKS];
         double seconds[2 * MOST];
         for (int place = 0; place < count; ++place) x[place] = 1000 * call + 10 * place + rank;
         for (int chunk = 0; chunk < MOST; ++chunk) streams[chunk] = (call + chunk) % 2;
@@ -85,7 +87,7 @@ static void *play(void *number)
             .slots = {slots, SLOT, rank, RANKS}, .rows = rows, .chunk = CHUNK, .row_count = ROWS, .folded_count = FOLDED,
             .first_row = first_row, .large = call % 2, .out = (char *)(in_place ? x : out), .x = (char *)x,
             .nbytes = (size_t)count * 4, .count = ((size_t)count * 4 + CHUNK - 1) / CHUNK, .streams = streams,
-            .seconds = seconds};
+            .seconds = seconds, .addresses = addresses};
         make_tree(&tree, x, count, rank, in_place);
         if (is_tree) {
             chunks.leaves = tree.leaves;

@@ -32,18 +32,12 @@ def _tree(rank: int) -> list[Any]:
     return [np.array(x).astype(dtype) for x, dtype in zip(drawn, dtypes, strict=True)]
 
 
-@pytest.mark.parametrize(
-    ("ranks", "natively", "streams"),
-    [(1, True, True), (2, True, False), (3, False, True), (4, True, True), (4, False, False)],
-)
+@pytest.mark.parametrize(("ranks", "streams"), [(1, True), (2, False), (4, True), (9, False)])
 def test_a_plan_reduces_held_leaves(
-    monkeypatch: pytest.MonkeyPatch, ranks: int, natively: bool, streams: bool
+    monkeypatch: pytest.MonkeyPatch, ranks: int, streams: bool
 ) -> None:
-    """The native part makes all turns, or one after the other."""
     monkeypatch.setattr(segment, "_CHUNK_BYTES", 32 << 10)
     monkeypatch.setattr(segment.SharedSegment, "ways", lambda *_: repeat((streams, None)))
-    makes = property(lambda _: natively, lambda *_: None)
-    monkeypatch.setattr(segment.SharedSegment, "turns_natively", makes, raising=False)
 
     def check(comm: Communicator) -> None:
         for op in ("sum", "mean", "max"):
@@ -79,7 +73,7 @@ def test_held_memory_stays() -> None:
         x.resize(1 << 20)
     del x
     np.ones(1000, _FLOAT)
-    held.fill(row, np.array([(0, 0, 4000, 0)], np.int64), False)
+    held.fill(row, np.array([(0, 0, 4000, 0)], np.int64))
     assert row.view(_FLOAT).tolist() == list(range(1000))
 
 
@@ -90,27 +84,8 @@ def test_parts_outside_the_memory_are_refused() -> None:
                  (0, 0, 8, -4), (0, 0, -8, 0), (0, 2**62, 8, 0)]:  # fmt: skip
         parts = np.array([(0, 0, 4, 0), part], np.int64)
         with pytest.raises(ValueError, match="parts do not lie"):
-            held.fill(row, parts, True)
-        with pytest.raises(ValueError, match="parts do not lie"):
-            held.fold(number_of("sum", _FLOAT), [row, row], 0, parts, row.copy())
+            held.fill(row, parts)
         assert not row.any(), part
-
-
-def test_rows_that_do_not_fit_are_refused() -> None:
-    x, row, sums = np.ones(4, _FLOAT), np.zeros(16, np.uint8), number_of("sum", _FLOAT)
-    held = compiled.hold(np.ndarray, [x], (_FLOAT,), ((4,),))
-    parts = np.array([(0, 0, 16, 0)], np.int64)
-    for rows, own, out in [
-        ([row, row[:8]], 0, row.copy()),
-        ([row, row], 0, row[:8].copy()),
-        ([row, row], 2, row.copy()),
-        ([row] * 9, 0, row.copy()),
-        ([], 0, row.copy()),
-    ]:
-        with pytest.raises(ValueError, match="rows"):
-            held.fold(sums, rows, own, parts, out)
-    with pytest.raises(ValueError, match="parts do not lie"):
-        held.fold(sums, [row], 0, np.array([(0, 0, 3, 0)], np.int64), row.copy())
 
 
 _CHUNK, _SLOT = 64, 192

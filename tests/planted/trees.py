@@ -83,9 +83,10 @@ TREES: Final = (
     Fault(
         "last rank's part of a chunk: nobody folds the last rank's part of a chunk",
         _SEGMENT,
-        "        fold(op, chunk_task.dtype, [row[own] for row in rows], folded[own])",
-        "        if self.control.rank < self.control.size - 1:\n"
-        "            fold(op, chunk_task.dtype, [row[own] for row in rows], folded[own])",
+        "                fold(op, published.dtype, [row[own] for row in published.rows], folded[own])",
+        "                if self.control.rank < self.control.size - 1:\n"
+        "                    rows = [row[own] for row in published.rows]\n"
+        "                    fold(op, published.dtype, rows, folded[own])",
         ("shared_memory_does_not_matter",),
     ),
     Fault(
