@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final, NoReturn, Protocol, Self
+from typing import Any, Final, NoReturn, Self
 from weakref import WeakValueDictionary
 
 from arraycomm._calls.operation import Context
+from arraycomm._calls.runner import OperationClass
 from arraycomm._communicator import Communicator, group_of, runner_of, trees_of
 from arraycomm._entries import entry
 from arraycomm._errors import naming
@@ -31,25 +32,13 @@ from arraycomm._trees.reduce import AllreduceGradients
 _NAME: Final = AllreduceGradients.name
 
 
-class Joinable(Protocol):
-    """A `join` block, as an optimizer sees it."""
-
-    @property
-    def block(self) -> Block:
-        """The block's part that weighted reductions use."""
-
-    @property
-    def total(self) -> float:
-        """The sum of all ranks' weights in the last step."""
-
-
 class _Registry:
     """The optimizers that were made over one communicator, and the `join` block that it is in."""
 
     def __init__(self) -> None:
         self.made = 0
         self.optimizers: WeakValueDictionary[int, Gradients] = WeakValueDictionary()
-        self.join: Joinable | None = None
+        self.join: Block | None = None
 
 
 def registry_of(comm: Communicator) -> _Registry:
@@ -138,16 +127,14 @@ class Gradients:
         Collective in the last of the accumulated steps; local in the others. An adapter whose steps
         can be skipped without its knowledge numbers them.
         """
-        join = registry_of(self._shared).join
-        if join is not None:
-            memory = trees_of(self._shared)
-            look = partial(self.look, inputs=inputs)
-            reduced = runner_of(self._shared).call(JoinedStep, join.block, memory, self, tree, look)
-            return bool(join.total), reduced
+        look = partial(self.look, inputs=inputs)
+        if self.joined:
+            reduced = self._call_in_join(JoinedReduction, tree, look)
+            return bool(self._block.total), reduced
         if self.keeps:
             self.keep(tree)
             return False, None
-        reduced = self._reduce(tree, numbering, partial(self.look, inputs=inputs))
+        reduced = self._reduce(tree, numbering, look)
         # Only now: if the call failed, the ranks can make it again.
         self._steps, self._sums = 0, []
         return True, reduced
@@ -170,16 +157,11 @@ class Gradients:
             nothing: tuple[Any, ...] = (trees_of(self.comm), [], self.op, Where(), None, look)
             runner_of(self.comm).call(NumberedGradients, *nothing, **self.options)
             return self.compressor.reduce_tree(lambda: flatten(self.mean_of_steps(tree)))
-        where = Where() if numbering is None else numbering.take()
         # Inside the call, so that it reports an error in this rank's gradients to the others.
-        try:
+        with nullcontext(Where()) if numbering is None else numbering.update() as where:
             reduced = runner_of(self.comm).call(
                 OptimizerStep, trees_of(self.comm), self, tree, where, numbering, look
             )
-        except Exception:
-            if numbering is not None:
-                numbering.give_back(where)
-            raise
         self.compressor.settle()
         return reduced
 
@@ -229,23 +211,25 @@ class Gradients:
 
     def reduce_in_join(self, tree: Any) -> Any:
         """Reduce the gradients of a backward pass inside `join`, by weight."""
-        block, memory = self._join.block, trees_of(self._shared)
-        return runner_of(self._shared).call(JoinedBackward, block, memory, self, tree)
+        return self._call_in_join(JoinedReduction, tree, None)
 
     def hand_over(self, tree: Any, replaced: int | None) -> bool:
         """Give the gradients of a step inside `join` to ranks without data; tell whether it counts.
 
         `replaced` is a digest of gradients that were replaced after they had been reduced.
         """
-        block, memory = self._join.block, trees_of(self._shared)
-        runner_of(self._shared).call(HandedStep, block, memory, self, tree, replaced, self.look)
-        return bool(self._join.total)
+        self._call_in_join(HandedStep, tree, replaced, self.look)
+        return bool(self._block.total)
+
+    def _call_in_join(self, operation: OperationClass[...], *arguments: Any) -> Any:
+        runner, memory = runner_of(self._shared), trees_of(self._shared)
+        return runner.call(operation, self._block, memory, self, *arguments)
 
     @property
-    def _join(self) -> Joinable:
-        join = registry_of(self._shared).join
-        assert join is not None
-        return join
+    def _block(self) -> Block:
+        block = registry_of(self._shared).join
+        assert block is not None
+        return block
 
     def keep(self, tree: Any) -> None:
         """Add the gradients of a step to those of the steps before."""
@@ -354,8 +338,11 @@ class OptimizerStep(NumberedGradients):
         self.signature = replace(made, settings=(*made.settings, *_place(gradients)))
 
 
-class JoinedStep(WeightedGradients):
-    """The reduction of an optimizer's gradients inside `join`, with which its step is taken."""
+class JoinedReduction(WeightedGradients):
+    """The reduction of an optimizer's gradients inside `join`.
+
+    With a `look` its step is taken with it, and else later.
+    """
 
     def __init__(
         self,
@@ -364,32 +351,14 @@ class JoinedStep(WeightedGradients):
         memory: TreeMemory,
         gradients: Gradients,
         tree: Any,
-        look: Shows,
+        look: Shows | None,
     ) -> None:
         number = _number_in_join(gradients)
-        further = (*_place(gradients), *_taken(gradients))
-        super().__init__(
-            context,
-            block,
-            memory,
-            tree,
-            gradients.op,
-            **gradients.options,
-            optimizer=number,
-            further=further,
-            look=look,
-        )
-
-
-class JoinedBackward(WeightedGradients):
-    """The reduction of an optimizer's gradients inside `join`, before its step."""
-
-    def __init__(
-        self, context: Context, block: Block, memory: TreeMemory, gradients: Gradients, tree: Any
-    ) -> None:
-        further = (("backward of optimizer", _number_in_join(gradients)),)
-        options = gradients.options
-        super().__init__(context, block, memory, tree, gradients.op, **options, further=further)
+        step: dict[str, Any] = {"further": (("backward of optimizer", number),)}
+        if look is not None:
+            further = (*_place(gradients), *_taken(gradients))
+            step = {"optimizer": number, "further": further, "look": look}
+        super().__init__(context, block, memory, tree, gradients.op, **gradients.options, **step)
 
 
 class HandedStep(HandOver):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
 from arraycomm._calls.operation import Context, Operation
 from arraycomm._calls.requests import ProcessBound
+from arraycomm._calls.runner import Guard
 from arraycomm._collectives.groups import SmallExchange
 from arraycomm._communicator import Communicator, group_of, runner_of, trees_of
 from arraycomm._entries import entry
@@ -88,7 +88,7 @@ def join(comm: Communicator | None = None) -> Join:
     return Join(comm or world())
 
 
-class Join(ProcessBound):
+class Join(Block, Guard, ProcessBound):
     """A block in which ranks may run out of data at different steps; made by `join`.
 
     Attributes
@@ -98,22 +98,13 @@ class Join(ProcessBound):
     """
 
     def __init__(self, comm: Communicator) -> None:
+        super().__init__()
         self._comm = comm
         self._runner = runner_of(comm)
         self._memory = trees_of(comm)
-        self.weight: Any = 1
-        # The sum of all ranks' weights in the last step.
-        self.total = 0.0
-        # Steps that this rank has taken itself; those of shadows do not count.
-        self._steps = 0
         self._last = 0
         # Errors that the other ranks know of.
         self._reported: list[BaseException] = []
-
-    @property
-    def block(self) -> Block:
-        """The weight of this rank's next gradients, and the callback for all ranks' weights."""
-        return Block(self.weight, self._stepped)
 
     @entry
     def __enter__(self) -> Self:
@@ -152,9 +143,6 @@ class Join(ProcessBound):
 
     # The runner's guard
 
-    def check(self, name: str) -> None:
-        """Allow every call; `substitute` refuses inside the call, which tells the other ranks."""
-
     def substitute(self, operation: Any) -> Any:
         """Return the form of an operation that ranks without data can take part in."""
         name = operation.name
@@ -171,14 +159,9 @@ class Join(ProcessBound):
         self._reported.append(error)
 
     def _weighted(self, context: Context, *args: Any) -> WeightedGradients:
-        return WeightedGradients(context, self.block, *args)
+        return WeightedGradients(context, self, *args)
 
     # Inside the block
-
-    def _stepped(self, weights: Sequence[float]) -> None:
-        """Note the weights of all ranks in a step of this rank's own."""
-        self.total = sum(weights)
-        self._steps += 1
 
     def _shadow(self) -> None:
         """Take part with weight 0 until every rank is here."""
@@ -209,7 +192,7 @@ class Join(ProcessBound):
         return False
 
 
-class PrivateGuard:
+class PrivateGuard(Guard):
     """Refuses calls on an optimizer's own communicator while the shared one is inside `join`.
 
     Ranks without data take part in no call there; they learn of the error when the block ends. They
@@ -228,13 +211,6 @@ class PrivateGuard:
     def refuses(self) -> bool:
         """Whether the shared communicator is inside the block."""
         return self._registry.join is not None
-
-    def substitute(self, operation: Any) -> Any:
-        """Return the operation as it is."""
-        return operation
-
-    def note_error(self, error: Exception) -> None:
-        """Do nothing: the call reports the error to the other ranks."""
 
 
 def refuse(operation: str) -> NoReturn:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -13,6 +15,7 @@ from arraycomm._protocol.details import CallDetail, exchange_details
 from arraycomm._protocol.mismatch import by_ranks
 from arraycomm._training.comparison.verification import Shows, compare
 from arraycomm._transports.base import Steps
+from arraycomm._transports.control import ControlChannel
 from arraycomm._trees.fusion import TreeMemory
 from arraycomm._trees.reduce import AllreduceGradients
 
@@ -70,15 +73,19 @@ class Numbering:
         self._number += 1
         self._marked = True
 
-    def take(self, place: int = 0) -> Where:
-        """Return where an update is made that is not skipped."""
+    @contextmanager
+    def update(self, place: int = 0) -> Iterator[Where]:
+        """Say where an update is made that is not skipped.
+
+        If it fails, it does not count: a rank that failed before the call has not counted it.
+        """
         self._number += not self._marked
         where, self._marked = Where(self._number, place, self._marked), False
-        return where
-
-    def give_back(self, where: Where) -> None:
-        """Note that an update has failed; a rank that failed before the call has not counted it."""
-        self._number -= not where.marked
+        try:
+            yield where
+        except Exception:
+            self._number -= not where.marked
+            raise
 
     def settle(self, number: int) -> None:
         """Go on from a number on which all ranks have agreed."""
@@ -117,22 +124,25 @@ class NumberedGradients(AllreduceGradients):
         # skip.
         alike = len({where.marked for where in ranks if where.step}) < 2
         if len(places) > 1 or (alike and len(steps) > 1):
-            yield from self._refuse()
+            yield from refuse_places(
+                self.group.control,
+                CallDetail(self.name, str(self._where), self._site or call_site()),
+                "updates",
+                "Every rank must make, or skip, the same updates; what skips one by this rank's "
+                "gradients alone, as optax.apply_if_finite does, has to be inside: "
+                "DistributedOptimizer(optax.apply_if_finite(...))",
+            )
         if not alike and self._numbering is not None:
             self._numbering.settle(max(steps))
         yield from compare(self.group, agreement, self._look)
         yield from super().steps(agreement)
 
-    def _refuse(self) -> Steps:
-        """Raise the same error on all ranks, with the line of the program in which each is."""
-        control = self.group.control
-        local = CallDetail(self.name, str(self._where), self._site or call_site())
-        details = yield from exchange_details(control, local, CallDetail)
-        control.ended = True
-        lines = by_ranks([f"{detail.call}, at {detail.site}" for detail in details])
-        raise MismatchError(
-            f"{self.name}: the ranks are in different updates of one optimizer: {lines}. Every "
-            "rank must make, or skip, the same updates; what skips one by this rank's gradients "
-            "alone, as optax.apply_if_finite does, has to be inside: "
-            "DistributedOptimizer(optax.apply_if_finite(...))"
-        )
+
+def refuse_places(control: ControlChannel, local: CallDetail, what: str, remedy: str) -> Steps:
+    """Raise the same error on all ranks, with each one's place and line of the program."""
+    details = yield from exchange_details(control, local)
+    control.ended = True
+    lines = by_ranks([f"{detail.call}, at {detail.site}" for detail in details])
+    raise MismatchError(
+        f"{local.head}: the ranks are in different {what} of one optimizer: {lines}. {remedy}"
+    )

@@ -146,12 +146,9 @@ class GradientCalls:
         look: Shows = nothing_shown,
     ) -> Any:
         """Reduce the gradients of an update at a place of a program; 0 is outside of programs."""
-        runner, memory, where = runner_of(self.comm), trees_of(self.comm), numbering.take(place)
+        runner, memory = runner_of(self.comm), trees_of(self.comm)
         options = {**self.options, "missing": missing}
-        try:
+        with numbering.update(place) as where:
             return runner.call(
                 NumberedGradients, memory, leaves, self.op, where, numbering, look, **options
             )
-        except Exception:
-            numbering.give_back(where)
-            raise

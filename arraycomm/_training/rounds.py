@@ -8,7 +8,7 @@ backward pass of its own in it, takes part in the rounds of the others' backward
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from arraycomm._calls.operation import Context
@@ -16,12 +16,10 @@ from arraycomm._calls.requests import Request
 from arraycomm._calls.runner import Runner
 from arraycomm._callsite import call_site
 from arraycomm._communicator import Communicator, runner_of, trees_of
-from arraycomm._errors import MismatchError
 from arraycomm._protocol.agreement import Agreement
-from arraycomm._protocol.details import CallDetail, exchange_details
-from arraycomm._protocol.header import Signature
-from arraycomm._protocol.mismatch import by_ranks
+from arraycomm._protocol.details import CallDetail
 from arraycomm._training.comparison.verification import Shows, compare, nothing_shown
+from arraycomm._training.numbered import refuse_places
 from arraycomm._transports.base import Steps
 from arraycomm._trees.fusion import Fusion, RecentFusions, TreeMemory
 from arraycomm._trees.layout import Spec
@@ -73,10 +71,9 @@ class Place:
 
     def word(self) -> int:
         """Return the place as a word of a header."""
-        flags = [self.skipped, self.stepping, self.worked, self.pending]
-        flags += [self.replaced, self.changed, self.stale]
-        word = self.step % (1 << _STEP)
-        for count in (self.evaluation, self.number):
+        _, evaluation, number, *flags = astuple(self)
+        word: int = self.step % (1 << _STEP)
+        for count in (evaluation, number):
             word = word << _COUNT | count % (1 << _COUNT)
         for flag in flags:
             word = word << 1 | flag
@@ -219,10 +216,8 @@ class ReduceBucket(AllreduceGradients):
         self.may_overwrite = may_overwrite
         memory, op, options = rounds._arguments()
         super().__init__(context, memory, make(), op, **options)
-        made, index = self.signature, ("bucket", bucket.index)
-        self.signature = Signature(
-            self.name, op, leaves=made.leaves, settings=(*made.settings, index)
-        )
+        settings = (*self.signature.settings, ("bucket", bucket.index))
+        self.signature = replace(self.signature, settings=settings)
         self.word = place.word()
         # In a step its settings, and in the first round of a step its arrays; with the first
         # bucket.
@@ -236,27 +231,16 @@ class ReduceBucket(AllreduceGradients):
     def steps(self, agreement: Agreement) -> Steps:
         self._places = [Place.read(word) for word in agreement.free_words()]
         if not agree_on_place(self._places):
-            yield from self._refuse()
+            yield from refuse_places(
+                self.group.control,
+                CallDetail(_NAME, str(self._place), self._site),
+                "steps",
+                "Every rank must take, or skip, the same steps, with as many backward passes; "
+                "decide that from .grad after backward(), which is the same on all ranks",
+            )
         if not self._bucket.index:
             yield from compare(self.group, agreement, self._look)
         yield from super().steps(agreement)
 
     def result(self, agreement: Agreement) -> Reduced:
         return Reduced(super().result(agreement), self._places)
-
-    def _refuse(self) -> Steps:
-        """Raise the same error on all ranks, with the line of the program in which each is."""
-        control = self.group.control
-        local = CallDetail(_NAME, str(self._place), self._site)
-        details = yield from exchange_details(control, local)
-        control.ended = True
-        raise MismatchError(_different_places([f"{d.call}, at {d.site}" for d in details]))
-
-
-def _different_places(said: Sequence[str]) -> str:
-    """Return the message for ranks that are at these places, one for each rank."""
-    return (
-        f"{_NAME}: the ranks are in different steps of one optimizer: {by_ranks(said)}. Every rank "
-        "must take, or skip, the same steps, with as many backward passes; decide that from .grad "
-        "after backward(), which is the same on all ranks"
-    )

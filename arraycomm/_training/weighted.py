@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,7 +15,8 @@ from arraycomm._arrays.results import to_framework
 from arraycomm._arrays.views import view
 from arraycomm._calls.attempts import take_together
 from arraycomm._calls.operation import Context, Operation
-from arraycomm._dtypes import DType, Kind, check_op, kind_of
+from arraycomm._dtypes import DType, check_op
+from arraycomm._folds import total_dtype
 from arraycomm._protocol.agreement import Agreement, active
 from arraycomm._protocol.details import CallDetail
 from arraycomm._protocol.header import LeafSpec, Settings, Signature
@@ -32,9 +33,6 @@ from arraycomm._trees.reduce import (
     prototypes,
     settings_of,
 )
-
-_DOUBLE: Final = struct.Struct("<d")
-_WORD: Final = struct.Struct("<q")
 
 
 class ShadowStep(NamedTuple):
@@ -58,19 +56,27 @@ class ShadowStep(NamedTuple):
     settings: str | None = None
 
 
-class Block(NamedTuple):
+class Block:
     """The `join` block that a weighted reduction is called in.
 
     Attributes
     ----------
     weight : number
-        How much this rank's gradients count.
-    stepped : callable
-        Called with the weights of all ranks.
+        How much this rank's next gradients count.
+    total : float
+        The sum of all ranks' weights in the last step.
     """
 
-    weight: Any
-    stepped: Callable[[Sequence[float]], None]
+    def __init__(self) -> None:
+        self.weight: Any = 1
+        self.total = 0.0
+        # Steps that this rank has taken itself; those of shadows do not count.
+        self._steps = 0
+
+    def stepped(self, weights: Sequence[float]) -> None:
+        """Note the weights of all ranks in a step of this rank's own."""
+        self.total = sum(weights)
+        self._steps += 1
 
 
 # Weights, and how headers carry them
@@ -96,13 +102,12 @@ def check_weight(weight: Any) -> float:
 
 def bits_of(weight: float) -> int:
     """Return a weight as a word of a header."""
-    return int(_WORD.unpack(_DOUBLE.pack(weight))[0])
+    return int(struct.unpack("<q", struct.pack("<d", weight))[0])
 
 
 def weights_of(agreement: Agreement) -> list[float]:
     """Return the weights that came with all ranks' headers."""
-    words = agreement.free_words()
-    return [float(_DOUBLE.unpack(_WORD.pack(word))[0]) for word in words]
+    return [struct.unpack("<d", struct.pack("<q", word))[0] for word in agreement.free_words()]
 
 
 # The reduction
@@ -224,7 +229,7 @@ def _reduce_weighted(
     """Return each leaf's weighted mean, or sum, as a NumPy array; None if no rank has the leaf."""
     present = [index for index, leaf in enumerate(agreed) if leaf.kind != NONE]
     specs = [spec_of(agreed[index]) for index in present]
-    sent = tuple((compressed(_wide(dtype), compression), shape) for dtype, shape in specs)
+    sent = tuple((compressed(total_dtype(dtype), compression), shape) for dtype, shape in specs)
     fusion = Fusion(sent, DEFAULT_BUCKET_BYTES)
     group = memory.group
     packed = yield from take_together(group, "allreduce_gradients", fusion.nbytes, fusion.acquire)
@@ -265,7 +270,7 @@ def _weighted_view(x: Any, path: str, *, factor: float) -> BufferView:
 
 def _divided(slot: Array, total: float, dtype: DType) -> Array:
     """Return a sum divided by the weights, unless these are 0, in memory of its own."""
-    array = slot.astype(_wide(dtype), copy=False)
+    array = slot.astype(total_dtype(dtype), copy=False)
     result = allocate(slot.shape, dtype)
     with np.errstate(all="ignore"):
         if total:
@@ -277,7 +282,3 @@ def _divided(slot: Array, total: float, dtype: DType) -> Array:
 
 def _result(array: Array | None, like: BufferView) -> Any:
     return None if array is None else to_framework(array, like)
-
-
-def _wide(dtype: DType) -> DType:
-    return np.dtype(np.float32) if kind_of(dtype) is Kind.NARROW else dtype

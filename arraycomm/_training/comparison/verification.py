@@ -102,24 +102,17 @@ class Look:
             shown = (shown or ~_LOW) | owner.was_compared(reduced)
         self.words = (owner.digest(inputs) if shows else 0, shown, owner.age_of(reduced))
 
-    def compare(self, group: Group, agreement: Agreement) -> Steps:
-        """Raise the same error on all ranks if they show different things."""
-        rows = agreement.all_words()
-        if _settings_differ(rows) or _arrays_differ(rows):
-            yield from self._refuse(group, rows)
+    def compared(self, *, settings: bool) -> tuple[str, list[Item], dict[str, Any]]:
+        """Return where it was taken, and the settings or else the arrays in it."""
+        items = [item for part in self._settings for item in _setting_items(part)]
+        return self._site, items if settings else self._items, self._arrays
+
+    def note(self, rows: Sequence[Sequence[int]]) -> None:
+        """Note what all ranks have shown, which is the same."""
         if any(row[_ARRAYS] for row in rows):
             self._owner.note_compared(self._reduced)
         elif self._stepping:
             self._owner.note_step(self._reduced, max(row[_AGE] for row in rows))
-
-    def _refuse(self, group: Group, rows: Sequence[Sequence[int]]) -> Steps:
-        if settings := _settings_differ(rows):
-            items = [item for part in self._settings for item in _setting_items(part)]
-        else:
-            items = self._items
-        found = yield from find_difference(group.control, self._site, items, self._arrays)
-        group.control.ended = True
-        raise MismatchError(_message(found, settings=settings))
 
 
 def _setting_items(settings: Iterable[tuple[str, Any]]) -> list[Item]:
@@ -135,14 +128,15 @@ def _arrays_of(inputs: Inputs, *, alike: bool) -> dict[str, Any]:
 
 def compare(group: Group, agreement: Agreement, look: Look | None) -> Steps:
     """Raise the same error on all ranks if they show different things; a rank may show nothing."""
-    if look is not None:
-        yield from look.compare(group, agreement)
-        return
     rows = agreement.all_words()
-    if _settings_differ(rows) or _arrays_differ(rows):
-        found = yield from find_difference(group.control, call_site(), [], {})
+    settings = _settings_differ(rows)
+    if settings or _arrays_differ(rows):
+        mine = (call_site(), [], {}) if look is None else look.compared(settings=settings)
+        found = yield from find_difference(group.control, *mine)
         group.control.ended = True
-        raise MismatchError(_message(found, settings=_settings_differ(rows)))
+        raise MismatchError(_message(found, settings=settings))
+    if look is not None:
+        look.note(rows)
 
 
 def _settings_differ(rows: Sequence[Sequence[int]]) -> bool:
