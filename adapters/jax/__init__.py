@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 
 import arraycomm as ac
+from arraycomm import DistributedOptimizer, synchronize
 from arraycomm._training.comparison.constants import constants_of
 from arraycomm._training.numbered import Numbering
 from arraycomm._training.programs import GradientCalls, hidden_dup
@@ -26,7 +27,7 @@ from arraycomm.adapters.jax._collectives import (
 from arraycomm.adapters.jax._compression import compressing
 from arraycomm.adapters.jax._shard import sharded
 from arraycomm.adapters.jax._sharded_state import gather_state, shard_state
-from arraycomm.adapters.jax._tracing import is_traced
+from arraycomm.adapters.jax._tracing import flatten, is_traced
 from arraycomm.adapters.jax._updates import Updates, reduce_traced
 
 __all__ = [
@@ -43,9 +44,6 @@ __all__ = [
     "shard_state",
     "synchronize",
 ]
-
-DistributedOptimizer = ac.DistributedOptimizer
-synchronize = ac.synchronize
 
 
 class _Distributed(optax.GradientTransformationExtraArgs):  # type: ignore[misc]
@@ -95,38 +93,30 @@ def distribute(
         inner = sharded(inner, gradients.shards)
     takes_extra = isinstance(optimizer, optax.GradientTransformationExtraArgs)
     constants = tuple(constants_of(optimizer.update, "update"))
-    steps = _ReducedUpdates(
-        inner, Updates(gradients, constants), gradients, takes_extra=takes_extra
-    )
+    updates = Updates(gradients, constants)
+    steps = _ReducedUpdates(inner, updates, gradients, takes_extra=takes_extra)
     init, update = inner.init, steps.update
     if gradients.compressor.states is not None:
-        init, compressed = compressing(inner, gradients, steps.reduce)
+        init, compressed = compressing(inner, gradients)
         update = partial(steps.update_compressed, compressed)
     reducing = _Distributed(init, gradients.entry(update))
     if gradients.accumulate == 1:
         return reducing
-    return _accumulating(reducing, gradients.accumulate, steps.made)
+    return _accumulating(reducing, gradients.accumulate, updates.made)
 
 
 class _ReducedUpdates:
-    """The updates of one transformation, whose gradients and further arguments are reduced before.
-
-    Attributes
-    ----------
-    made : Numbering
-        Their numbers.
-    """
+    """The updates of one transformation, of gradients and further arguments reduced before."""
 
     def __init__(self, inner: Any, updates: Updates, gradients: Any, *, takes_extra: bool) -> None:
         self._inner, self._updates, self._gradients = inner, updates, gradients
         self._takes_extra = takes_extra
-        self.made = updates.made
 
     def update(self, updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         """Update with reduced gradients; with none yet if those of a step are accumulated."""
         further = self._further(extra)
         # A list, as under jit and in torch, so that ranks of these may reduce together.
-        leaves, structure = jax.tree.flatten(updates, is_leaf=_is_none)
+        leaves, structure = flatten(updates)
         inputs = {"params": params, "state": None if self._gradients.shards else state}
         counts, reduced = self._updates.reduce_step([*leaves, *further.leaves], inputs)
         split = len(leaves)
@@ -144,17 +134,12 @@ class _ReducedUpdates:
         """Update by a function that compresses and reduces the gradients itself."""
         further = self._further(extra)
         inputs = {"params": params, "state": None if self._gradients.shards else state.inner}
-        reduced = self.reduce(further.leaves) if further.leaves else []
-        with self._updates.depending_on(inputs):
-            updated: tuple[Any, Any] = compressed(
-                updates, state, params, **self._pooled(further, reduced)
-            )
+        reduced = self._updates.reduce(further.leaves) if further.leaves else []
+        pooled = self._pooled(further, reduced)
+        reduce = partial(self._updates.reduce, inputs=inputs)
+        updated: tuple[Any, Any] = compressed(reduce, updates, state, params, **pooled)
         _check_shapes(updates, updated[0])
         return updated
-
-    def reduce(self, leaves: list[Any]) -> list[Any]:
-        """Reduce what belongs to one update."""
-        return self._updates.reduce(leaves)
 
     def _further(self, extra: dict[str, Any]) -> Extra:
         gradients = self._gradients
@@ -277,7 +262,7 @@ def all_reduce(
         return optax.EmptyState()
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        leaves, structure = jax.tree.flatten(updates, is_leaf=_is_none)
+        leaves, structure = flatten(updates)
         if is_traced(leaves):
             leaves = reduce_traced(calls, made, leaves)
         else:
@@ -286,7 +271,3 @@ def all_reduce(
         return jax.tree.unflatten(structure, leaves), state
 
     return optax.GradientTransformation(init, update)
-
-
-def _is_none(leaf: Any) -> bool:
-    return leaf is None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,9 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import arraycomm as ac
-from arraycomm.adapters.jax._callbacks import Make
+from arraycomm.adapters.jax._callbacks import are_alike
 from arraycomm.adapters.jax._linear import Pooled, call, replicated
 from arraycomm.adapters.jax._primitive import Call, bind
+from arraycomm.adapters.jax._tracing import flatten
 
 # Optax's names, and those of its contributed transformations.
 _REDUCED: Final = ("value", "grad", "loss")
@@ -25,19 +25,14 @@ _GRADIENTS: Final = ("grad_fn",)
 
 
 class Extra:
-    """The further arguments of one update.
-
-    Attributes
-    ----------
-    leaves : list
-        What is to be reduced with the gradients; some may be None.
-    """
+    """The further arguments of one update."""
 
     def __init__(self, given: Mapping[str, Any], op: str, accumulate: int) -> None:
         self._given = dict(given)
         check_extra(self._given, op, accumulate)
         reduced = {name: given[name] for name in _REDUCED if name in given}
-        self.leaves, self._structure = jax.tree.flatten(reduced, is_leaf=lambda leaf: leaf is None)
+        # What is to be reduced with the gradients; some may be None.
+        self.leaves, self._structure = flatten(reduced)
 
     def pooled(self, reduced: Sequence[Any], op: str, comm: ac.Communicator) -> dict[str, Any]:
         """Return the arguments for all ranks' batches, given the reduced leaves."""
@@ -135,21 +130,13 @@ class _Compare(Call):
     names: tuple[str, ...]
     name = "DistributedOptimizer"
 
-    def results(self, arrays: Sequence[Any], size: int) -> list[jax.ShapeDtypeStruct]:
+    def make(
+        self, over: ac.Communicator, place: int, arrays: Sequence[Any], outs: Sequence[Any]
+    ) -> list[Any]:
+        if not are_alike(arrays, over):
+            raise ac.MismatchError(
+                f"DistributedOptimizer: {', '.join(self.names)} must be the same on every rank, as "
+                "every argument of update besides value, grad, value_fn and what value_fn takes; "
+                "they differ. Reduce or broadcast what depends on the batch"
+            )
         return []
-
-    def open(self, comm: ac.Communicator) -> Make:
-        def make(place: int, arrays: Sequence[Any], outs: Sequence[Any]) -> list[Any]:
-            said = hashlib.blake2b(digest_size=8)
-            for array in map(np.asarray, arrays):
-                said.update(f"{array.dtype} {array.shape}".encode() + array.tobytes())
-            found = comm.allgather(np.frombuffer(said.digest(), np.int64))
-            if (found != found[0]).any():
-                raise ac.MismatchError(
-                    f"DistributedOptimizer: {', '.join(self.names)} must be the same on every "
-                    "rank, as every argument of update besides value, grad, value_fn and what "
-                    "value_fn takes; they differ. Reduce or broadcast what depends on the batch"
-                )
-            return []
-
-        return make

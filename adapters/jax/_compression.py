@@ -7,11 +7,10 @@ from typing import Any, NamedTuple
 
 import jax
 
-from arraycomm.adapters.jax._tracing import holds_tracers
+from arraycomm.adapters.jax._tracing import flatten, holds_tracers
 
+# Reduces a list of gradients as it is.
 Reduce = Callable[[Any], Any]
-Init = Callable[[Any], Any]
-Update = Callable[..., tuple[Any, Any]]
 
 
 class CompressedState(NamedTuple):
@@ -29,26 +28,29 @@ class CompressedState(NamedTuple):
     inner: Any
 
 
-def compressing(inner: Any, gradients: Any, reduce: Reduce) -> tuple[Init, Update]:
+def compressing(
+    inner: Any, gradients: Any
+) -> tuple[Callable[[Any], Any], Callable[..., tuple[Any, Any]]]:
     """Return functions of a transformation that compresses gradients, and then applies `inner`.
 
-    `reduce` reduces a list of gradients as it is.
+    The second one, `update`, is passed a `Reduce` first.
     """
     change = _fed_back if gradients.compressor.hook is None else _hooked
 
     def init(params: Any) -> CompressedState:
+        leaves, _ = flatten(params)
         states = (
             None if leaf is None else gradients.compressor.states.compression.init(leaf)
-            for leaf in _leaves(params)
+            for leaf in leaves
         )
         return CompressedState(tuple(states), inner.init(params))
 
     def update(
-        updates: Any, state: CompressedState, params: Any = None, **extra: Any
+        reduce: Reduce, updates: Any, state: CompressedState, params: Any = None, **extra: Any
     ) -> tuple[Any, CompressedState]:
         if gradients.joined:
             gradients.compressor.check_outside_join()
-        leaves, structure = jax.tree.flatten(updates, is_leaf=_is_none)
+        leaves, structure = flatten(updates)
         reduced, states = change(gradients, leaves, state.compression, reduce)
         changes, own = inner.update(
             jax.tree.unflatten(structure, reduced), state.inner, params, **extra
@@ -85,11 +87,3 @@ def _hooked(
     reduce([])
     reduced, new = gradients.compressor.reduce_with(leaves, states)
     return reduced, new
-
-
-def _leaves(tree: Any) -> list[Any]:
-    return list(jax.tree.leaves(tree, is_leaf=_is_none))
-
-
-def _is_none(leaf: Any) -> bool:
-    return leaf is None

@@ -16,27 +16,18 @@ class Elsewhere(NamedTuple):
 
 @dataclass(frozen=True)
 class Division:
-    """Which rank owns each leaf of the parameters, and each leaf of the state.
+    """Which rank owns each leaf of the parameters, and each leaf of the state."""
 
-    Attributes
-    ----------
-    shards : object
-        Exchanges updates; see `arraycomm._training.shards`.
-    params, state : treedef
-        The structures of the parameters, and of the whole state.
-    owners : tuple of int
-        The rank that owns each leaf of the parameters.
-    state_leaves : tuple of int or None
-        To which of these each leaf of the state belongs; None for what every rank keeps.
-    state_types : tuple
-        The dtype and shape of each leaf of the whole state.
-    """
-
+    # Exchanges updates; see `arraycomm._training.shards`.
     shards: Any
+    # The structures of the parameters, and of the whole state.
     params: Any
     state: Any
+    # The rank that owns each leaf of the parameters.
     owners: tuple[int, ...]
+    # To which of these each leaf of the state belongs; None for what every rank keeps.
     state_leaves: tuple[int | None, ...]
+    # The dtype and shape of each leaf of the whole state.
     state_types: tuple[Any, ...]
 
     def __hash__(self) -> int:
@@ -57,11 +48,6 @@ class Division:
         """Which leaves of the state this rank keeps."""
         own = self.kept_of_params
         return [leaf is None or own[leaf] for leaf in self.state_leaves]
-
-    @property
-    def kept_of_results(self) -> list[bool]:
-        """Which results of an update, updates and state, this rank computes."""
-        return self.kept_of_params + self.kept_of_state
 
     def kept(self, leaves: Iterable[Any]) -> ShardedState:
         """Return a state with these leaves, those that this rank keeps."""

@@ -15,7 +15,6 @@ from jax.interpreters import ad, batching, mlir
 
 import arraycomm as ac
 from arraycomm._training.programs import ProgramCalls, calls_of
-from arraycomm.adapters.jax._callbacks import Make
 from arraycomm.adapters.jax._messages import exchange
 from arraycomm.adapters.jax._primitive import Call, bind
 
@@ -38,22 +37,22 @@ class Collective(Call):
         calls.fail(self.name, error)
         raise error
 
-    @abc.abstractmethod
     def transposed(self, cotangent: Any, comm: ac.Communicator) -> Any:
         """Apply the transpose, which takes a gradient of the result to that of the argument."""
+        return call(self, cotangent, comm)
 
     def results(self, arrays: Sequence[Any], size: int) -> list[jax.ShapeDtypeStruct]:
         (x,) = arrays
         return [jax.ShapeDtypeStruct(self.shape(x.shape, size), x.dtype)]
 
-    def open(self, comm: ac.Communicator) -> Make:
-        calls = calls_of(comm)
+    def over(self, comm: ac.Communicator) -> ProgramCalls:
+        return calls_of(comm)
 
-        def make(place: int, arrays: Sequence[Any], outs: Sequence[Any]) -> list[Any]:
-            with calls.at(place):
-                return [self.run(calls, arrays[0], outs[0])]
-
-        return make
+    def make(
+        self, over: ProgramCalls, place: int, arrays: Sequence[Any], outs: Sequence[Any]
+    ) -> list[Any]:
+        with over.at(place):
+            return [self.run(over, arrays[0], outs[0])]
 
     def pull_back(self, cotangents: Sequence[Any], comm: ac.Communicator) -> Sequence[Any]:
         return [self.transposed(cotangents[0], comm)]
@@ -79,9 +78,6 @@ class Allreduce(Collective):
     def shape(self, shape: Shape, size: int) -> Shape:
         _check_named(self.name, self.op)
         return shape
-
-    def transposed(self, cotangent: Any, comm: ac.Communicator) -> Any:
-        return call(self, cotangent, comm)
 
     def check_differentiable(self) -> None:
         check_linear(self.name, self.op)
@@ -143,9 +139,6 @@ class Alltoall(Collective):
         _check_rows(self.name, shape, size)
         return shape
 
-    def transposed(self, cotangent: Any, comm: ac.Communicator) -> Any:
-        return call(self, cotangent, comm)
-
 
 @dataclass(frozen=True)
 class Bcast(Collective):
@@ -199,7 +192,7 @@ class Sendrecv(Collective):
     def __post_init__(self) -> None:
         _fix(self, "dest", "source", "tag")
 
-    def open(self, comm: ac.Communicator) -> Make:
+    def over(self, comm: ac.Communicator) -> ProgramCalls:
         for which, rank in (("dest", self.dest), ("source", self.source)):
             if not 0 <= rank < comm.size:
                 raise ValueError(
@@ -208,7 +201,7 @@ class Sendrecv(Collective):
                 )
         if self.tag not in ProgramCalls.tags:
             raise ValueError(f"sendrecv: tag must be 0 to {ProgramCalls.tags[-1]}; got {self.tag}")
-        return super().open(comm)
+        return super().over(comm)
 
     def is_identity(self, comm: ac.Communicator) -> bool:
         return self.dest == self.source == comm.rank

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, ClassVar, Final
 
 import jax
@@ -22,47 +23,47 @@ from jax.interpreters import ad, batching, mlir
 from jaxlib.mlir import ir
 
 import arraycomm as ac
-from arraycomm.adapters.jax._callbacks import PYTHON, Callback, Make
+from arraycomm.adapters.jax._callbacks import PYTHON, Callback
 from arraycomm.adapters.jax._errors import unwrap
 from arraycomm.adapters.jax._tokens import keep
 from arraycomm.adapters.jax._tracing import refuse_repetition
 
 
 class Call(abc.ABC):
-    """One rank's part in a call. Equal ones do the same.
+    """One rank's part in a call. Equal ones do the same."""
 
-    Attributes
-    ----------
-    name : str
-        Of the function that the user calls.
-    batched_axis, result_axis : int
-        Where the batch axis of `jax.vmap` goes in the arguments, and where the results have it.
-    in_place : bool
-        Whether each result may be written over its argument.
-    communicates : bool
-        Whether other ranks take part, so that it has a place in the program.
-    beside : int
-        How many of the arguments, the last ones, are read beside those that have results.
-    """
-
+    # Of the function that the user calls.
     name: ClassVar[str]
+    # Where the batch axis of `jax.vmap` goes in the arguments, and where the results have it.
     batched_axis: ClassVar[int] = 0
     result_axis: ClassVar[int] = 0
+    # Whether each result may be written over its argument.
     in_place: ClassVar[bool] = False
+    # Whether other ranks take part, so that it has a place in the program.
     communicates: ClassVar[bool] = True
+    # How many of the arguments, the last ones, are read beside those that have results.
     beside: int = 0
 
     def alone(self) -> Call:
         """Return the call without the arguments beside the others: that of tangents."""
         return self
 
-    @abc.abstractmethod
     def results(self, arrays: Sequence[Any], size: int) -> list[jax.ShapeDtypeStruct]:
         """Return the shapes and dtypes of the results, from those of the arguments."""
+        return []
+
+    def over(self, comm: ac.Communicator) -> Any:
+        """Return over what the call is made; may be collective when `comm` is first used."""
+        return comm
 
     @abc.abstractmethod
-    def open(self, comm: ac.Communicator) -> Make:
-        """Return what makes the call; may be collective when a communicator is first used."""
+    def make(
+        self, over: Any, place: int, arrays: Sequence[Any], outs: Sequence[Any]
+    ) -> Sequence[Any]:
+        """Make the call at a place of a program, 0 for none; return the results.
+
+        A result goes to its `out` unless that is None.
+        """
 
     def is_identity(self, comm: ac.Communicator) -> bool:
         """Return whether this rank's results are its arguments, and no other rank takes part."""
@@ -111,7 +112,7 @@ def _make_eagerly(*arrays: Any, call: Call, comm: ac.Communicator) -> list[Any]:
     """Make a call once the programs that were dispatched before it have made theirs."""
     refuse_repetition(call.name)
     jax.effects_barrier()
-    return list(call.open(comm)(0, arrays, [None] * len(arrays)))
+    return list(call.make(call.over(comm), 0, arrays, [None] * len(arrays)))
 
 
 def _stage(
@@ -147,7 +148,8 @@ def _lower(
         isinstance(other, Callback) and other.takes_place(comm) for other in module.host_callbacks
     )
     # Added also if it is not called: ranks count the calls of their programs alike.
-    callback = _callback(call, comm, place, ctx.avals_in)
+    make = partial(call.make, call.over(comm), place)
+    callback = Callback(_token, comm if call.communicates else None, make, len(ctx.avals_in))
     module.add_host_callback(callback)
     module.add_keepalive(callback)
     if call.is_identity(comm):
@@ -172,11 +174,6 @@ def _lower(
     *results, token = made.results
     ctx.set_tokens_out(ctx.tokens_in.update_tokens(mlir.TokenSet({_effect: token})))
     return results
-
-
-def _callback(call: Call, comm: ac.Communicator, place: int, avals: Sequence[Any]) -> Callback:
-    make, others = call.open(comm), comm if call.communicates else None
-    return Callback(_token, others, make, place, len(avals))
 
 
 def _aliases(arrays: Sequence[Any]) -> dict[int, int]:

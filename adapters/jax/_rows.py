@@ -8,14 +8,11 @@ compare what the rows have chosen.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax._src import core
 from jax._src.lax.control_flow.conditionals import cond_p
@@ -24,8 +21,8 @@ from jax._src.lax.control_flow.loops import while_p
 from jax.interpreters import batching, mlir
 
 import arraycomm as ac
-from arraycomm._training.programs import calls_of
-from arraycomm.adapters.jax._callbacks import Make
+from arraycomm._training.programs import ProgramCalls, calls_of
+from arraycomm.adapters.jax._callbacks import are_alike
 from arraycomm.adapters.jax._primitive import Call, bind, call_p
 
 
@@ -36,25 +33,21 @@ class _SameChoices(Call):
     what: str
     name = "vmap"
 
-    def results(self, arrays: Sequence[Any], size: int) -> list[jax.ShapeDtypeStruct]:
+    def over(self, comm: ac.Communicator) -> ProgramCalls:
+        return calls_of(comm)
+
+    def make(
+        self, over: ProgramCalls, place: int, arrays: Sequence[Any], outs: Sequence[Any]
+    ) -> list[Any]:
+        with over.at(place):
+            alike = are_alike(arrays, over.comm)
+        if not alike:
+            raise ac.MismatchError(
+                f"vmap: {self.what} with a collective inside must be the same on every rank for "
+                "each row, since all ranks have to make the same calls; they differ. Reduce what "
+                "it depends on"
+            )
         return []
-
-    def open(self, comm: ac.Communicator) -> Make:
-        calls = calls_of(comm)
-
-        def make(place: int, arrays: Sequence[Any], outs: Sequence[Any]) -> list[Any]:
-            digest = hashlib.blake2b(np.asarray(arrays[0]).tobytes(), digest_size=8).digest()
-            with calls.at(place):
-                found = calls.comm.allgather(np.frombuffer(digest, np.int64))
-            if (found != found[0]).any():
-                raise ac.MismatchError(
-                    f"vmap: {self.what} with a collective inside must be the same on every rank "
-                    "for each row, since all ranks have to make the same calls; they differ. "
-                    "Reduce what it depends on"
-                )
-            return []
-
-        return make
 
 
 def _compare(choices: Any, what: str, jaxprs: Sequence[Any]) -> None:

@@ -18,7 +18,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from arraycomm.adapters.jax._callbacks import Make
 from arraycomm.adapters.jax._division import (
     Division,
     ShardedState,
@@ -135,7 +134,8 @@ class _Sharding:
             kind if other is None else _type_of(other)
             for kind, other in zip(types.all(), others, strict=True)
         ]
-        kept = division.kept_of_results, _kept_of_inputs(division, types)
+        results = division.kept_of_params + division.kept_of_state
+        kept = results, _kept_of_inputs(division, types)
         if text(self._trace(division, types, inputs), *kept) != text(program, *kept):
             raise refusal("its update of a leaf depends on the shapes of others")
 
@@ -181,7 +181,7 @@ class _Sharding:
         exchange = _Exchange(shards, division.owners, tuple(types))
         if is_traced((*reduced, *updates)):
             return bind(exchange, [jnp.asarray(update) for update in updates], shards.comm)
-        return exchange.make(updates)
+        return exchange.exchanged(updates)
 
 
 class _Types(NamedTuple):
@@ -204,17 +204,11 @@ class _Types(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """How a rank computes its part of an update.
+    """How a rank computes its part of an update."""
 
-    Attributes
-    ----------
-    others : list of array or None
-        Stand-ins for the inputs that belong to other ranks.
-    types : tuple
-        The dtype and shape of the update of each leaf, also of other ranks.
-    """
-
+    # Stand-ins for the inputs that belong to other ranks; None for this rank's.
     others: list[Any]
+    # The dtype and shape of the update of each leaf, also of other ranks.
     types: tuple[Any, ...]
 
 
@@ -234,17 +228,16 @@ class _Exchange(Call):
                 raise _not_transformed()
         return [jax.ShapeDtypeStruct(kind.shape, kind.dtype) for kind in self.types]
 
-    def open(self, comm: Any) -> Make:
-        def make(place: int, arrays: Sequence[Any], outs: Sequence[Any]) -> list[Any]:
-            changed = self.make(arrays)
-            for out, update in zip(outs, changed, strict=True):
-                if out is not None:
-                    out[...] = update
-            return changed
+    def make(
+        self, over: object, place: int, arrays: Sequence[Any], outs: Sequence[Any]
+    ) -> list[Any]:
+        changed = self.exchanged(arrays)
+        for out, update in zip(outs, changed, strict=True):
+            if out is not None:
+                out[...] = update
+        return changed
 
-        return make
-
-    def make(self, updates: Sequence[Any]) -> list[Any]:
+    def exchanged(self, updates: Sequence[Any]) -> list[Any]:
         """Exchange updates that are not traced."""
         parameters = [
             (f"update {number}", owner, _spec(kind), leaf)

@@ -52,7 +52,7 @@ def gather_state(state: Any, *, root: int = 0) -> Any:
     >>> run(2, train)
     [(1, 2), (1, 0)]
     """
-    found = [part for part in _parts(state) if isinstance(part, ShardedState)]
+    found = [part for part in jax.tree.leaves(state, is_leaf=_is_sharded) if _is_sharded(part)]
     if not found:
         raise ValueError(
             "gather_state: there is no sharded state in this tree; pass the state of a "
@@ -60,9 +60,7 @@ def gather_state(state: Any, *, root: int = 0) -> Any:
         )
     gathered = iter([_gather(part, root) for part in found])
     whole = jax.tree.map(
-        lambda part: next(gathered) if isinstance(part, ShardedState) else part,
-        state,
-        is_leaf=_is_sharded,
+        lambda part: next(gathered) if _is_sharded(part) else part, state, is_leaf=_is_sharded
     )
     return whole if found[0].division.shards.comm.rank == root else None
 
@@ -151,10 +149,6 @@ def _gather(part: ShardedState, root: int) -> Any:
         for number, values in each.items():
             leaves[number] = jnp.asarray(values)
     return jax.tree.unflatten(division.state, leaves)
-
-
-def _parts(state: Any) -> list[Any]:
-    return list(jax.tree.leaves(state, is_leaf=_is_sharded))
 
 
 def _is_sharded(part: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Whether JAX traces a program, or computes."""
+"""Whether JAX traces a program, or computes; and trees in which some leaves are None."""
 
 from __future__ import annotations
 
@@ -8,6 +8,12 @@ from typing import Any
 import jax
 from jax._src import core
 from jax._src.api_util import InternalFloatingPointError
+
+
+def flatten(tree: Any) -> tuple[list[Any], Any]:
+    """Return the leaves of a tree, None among them, and its structure."""
+    leaves, structure = jax.tree.flatten(tree, is_leaf=lambda leaf: leaf is None)
+    return leaves, structure
 
 
 def is_eager() -> bool:

@@ -7,8 +7,7 @@ counts too, so that a rank that skips it alone shows another number in the next 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -23,7 +22,6 @@ from arraycomm._training.comparison.verification import Inputs, nothing_shown
 from arraycomm._training.gradients import Gradients
 from arraycomm._training.numbered import Numbering
 from arraycomm._training.programs import GradientCalls
-from arraycomm.adapters.jax._callbacks import Make
 from arraycomm.adapters.jax._primitive import Call, bind
 from arraycomm.adapters.jax._tracing import holds_tracers, is_traced
 
@@ -41,15 +39,11 @@ class _Mark(Call):
     name = "DistributedOptimizer"
     communicates = False
 
-    def results(self, arrays: Sequence[Any], size: int) -> list[jax.ShapeDtypeStruct]:
+    def make(
+        self, over: object, place: int, arrays: Sequence[Any], outs: Sequence[Any]
+    ) -> list[Any]:
+        self.updates.mark()
         return []
-
-    def open(self, comm: ac.Communicator) -> Make:
-        def make(place: int, arrays: Sequence[Any], outs: Sequence[Any]) -> list[Any]:
-            self.updates.mark()
-            return []
-
-        return make
 
 
 def mark_outside_branches(updates: Numbering, comm: ac.Communicator) -> None:
@@ -92,26 +86,16 @@ def _kind_of(trace: Any) -> str:
 
 
 class Watched(NamedTuple):
-    """What an update depends on besides gradients: see `_training.comparison.verification`.
+    """What an update depends on besides gradients: see `_training.comparison.verification`."""
 
-    Attributes
-    ----------
-    look : callable
-        Returns what this rank shows of inputs.
-    constants : tuple of (name, value)
-        The hyperparameters that do not change.
-    names : tuple of str
-        Of the arrays: first the parameters, then the leaves of the state.
-    parameters : int
-        How many of them are parameters.
-    numbers : tuple of int
-        Which arrays of the state are one number, such as the count of the steps.
-    """
-
+    # Returns what this rank shows of inputs.
     look: Callable[..., Any] | None = None
+    # The hyperparameters that do not change.
     constants: tuple[tuple[str, Any], ...] = ()
+    # Of the arrays: first the parameters, then the leaves of the state.
     names: tuple[str, ...] = ()
     parameters: int = 0
+    # Which arrays of the state are one number, such as the count of the steps.
     numbers: tuple[int, ...] = ()
 
     def inputs(self, arrays: Sequence[Any]) -> Callable[[], Inputs] | None:
@@ -157,10 +141,9 @@ class _Reduce(Call):
     def results(self, arrays: Sequence[Any], size: int) -> list[jax.ShapeDtypeStruct]:
         return [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays[: sum(self.present)]]
 
-    def open(self, comm: ac.Communicator) -> Make:
-        return self._make
-
-    def _make(self, place: int, arrays: Sequence[Any], outs: Sequence[Any]) -> list[Any]:
+    def make(
+        self, over: object, place: int, arrays: Sequence[Any], outs: Sequence[Any]
+    ) -> list[Any]:
         given, count = iter(arrays), sum(self.present)
         leaves = [next(given) if there else None for there in self.present]
         look = self.watched.looking(arrays[count:])
@@ -198,19 +181,12 @@ def reduce_traced(
 class Updates:
     """The updates of one optimizer: their gradients reduced, eagerly or in programs.
 
-    constants : tuple of (name, value)
-        The hyperparameters that do not change.
-
-    Attributes
-    ----------
-    made : Numbering
-        Their numbers.
+    `constants` are the hyperparameters that do not change.
     """
 
     def __init__(self, gradients: Gradients, constants: tuple[tuple[str, Any], ...]) -> None:
         self._gradients, self._constants = gradients, constants
         self._calls = GradientCalls(gradients.comm, gradients.op, gradients.options)
-        self._inputs: Any = None
         self.made = Numbering()
 
     def reduce_step(self, leaves: list[Any], inputs: Any) -> tuple[bool, list[Any]]:
@@ -218,27 +194,16 @@ class Updates:
 
         `inputs` is a tree of what the update depends on besides.
         """
-        with self.depending_on(inputs):
-            if is_traced(leaves) or self._gradients.accumulate > 1:
-                return True, self.reduce(leaves)
-            jax.effects_barrier()
-            watched, beside = self._watched(traced=False)
-            counts, reduced = self._gradients.add(leaves, self.made, watched.inputs(beside))
-            return counts, reduced
+        if is_traced(leaves) or self._gradients.accumulate > 1:
+            return True, self.reduce(leaves, inputs)
+        jax.effects_barrier()
+        watched, beside = self._watched(inputs, traced=False)
+        return self._gradients.add(leaves, self.made, watched.inputs(beside))
 
-    @contextmanager
-    def depending_on(self, inputs: Any) -> Iterator[None]:
-        """Compare a tree of inputs between ranks with what is reduced inside."""
-        self._inputs = inputs
-        try:
-            yield
-        finally:
-            self._inputs = None
-
-    def reduce(self, leaves: list[Any]) -> list[Any]:
-        """Reduce what belongs to one update."""
+    def reduce(self, leaves: list[Any], inputs: Any = None) -> list[Any]:
+        """Reduce what belongs to one update; compare a tree of inputs, if given, with it."""
         traced = is_traced(leaves)
-        watched, beside = self._watched(traced=traced)
+        watched, beside = self._watched(inputs, traced=traced)
         if traced:
             return reduce_traced(self._calls, self.made, leaves, watched, beside)
         jax.effects_barrier()
@@ -246,11 +211,11 @@ class Updates:
         reduced: list[Any] = self._calls.reduce(leaves, self.made, look=look)
         return reduced
 
-    def _watched(self, *, traced: bool) -> tuple[Watched, list[Any]]:
+    def _watched(self, inputs: Any, *, traced: bool) -> tuple[Watched, list[Any]]:
         """Return what the next reduction compares, and its arrays; tracers only if it is traced."""
-        if not self._gradients.verification.every or self._inputs is None:
+        if not self._gradients.verification.every or inputs is None:
             return Watched(), []
-        pairs = jax.tree_util.tree_leaves_with_path(self._inputs)
+        pairs = jax.tree_util.tree_leaves_with_path(inputs)
         named = {
             _name(path): _words(leaf) for path, leaf in pairs if traced or not holds_tracers(leaf)
         }
