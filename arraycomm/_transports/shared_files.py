@@ -10,6 +10,7 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
+from collections.abc import Callable
 from typing import Any, Final
 
 import numpy as np
@@ -55,6 +56,25 @@ def open_file(path: str, nbytes: int) -> np.ndarray[Any, Any] | None:
         return None
     finally:
         os.close(descriptor)
+
+
+def share_file(
+    nbytes: int, tell: Callable[[str], str], agree: Callable[[bool], bool], *, makes: bool
+) -> np.ndarray[Any, Any] | None:
+    """Map one zeroed file on all ranks, which one `makes`; return None on all if one cannot.
+
+    `tell` returns the path that this rank passes, and `agree` whether all ranks pass True.
+    """
+    for _ in range(2):
+        own = make_file(nbytes) if makes else ""
+        memory = open_file(tell(own), nbytes)
+        opened = agree(memory is not None)
+        if own:
+            close_file(own)
+        if opened:
+            return memory
+        need_names()
+    return None
 
 
 class SharesFiles:

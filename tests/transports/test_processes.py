@@ -54,7 +54,7 @@ def _refusing(monkeypatch: pytest.MonkeyPatch, prefixes: tuple[str, ...]) -> Non
     usual = shared_files.open_file
     monkeypatch.setattr(shared_files, "_names_needed", False)
     monkeypatch.setattr(
-        processes,
+        shared_files,
         "open_file",
         lambda path, nbytes: None if path.startswith(prefixes) else usual(path, nbytes),
     )

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Final
 
-import numpy as np
 from mpi4py import MPI
 
 from arraycomm._transports.base import Bytes, Handle
 from arraycomm._transports.control import SharedControl
 from arraycomm._transports.mpi.failures import translated
-from arraycomm._transports.mpi.memory import finish, shared_memory
+from arraycomm._transports.mpi.memory import on_all, shared_memory
 from arraycomm._transports.mpi.movement import Messages
 from arraycomm._transports.mpi.pieces import Pieces
 from arraycomm._transports.mpi.routes import Places
@@ -62,8 +61,6 @@ def make_chain(
     rank, size = here.rank, here.size
     memory = shared_memory(here, SharedControl.nbytes(size))
     here.Free()
-    shared = np.array([memory is not None], np.int32)
-    finish(comm.Iallreduce(MPI.IN_PLACE, shared, MPI.MIN))
-    if memory is None or not shared[0]:
+    if not on_all(comm, memory is not None) or memory is None:
         return None
     return MpiChain(between, places.members, SharedControl(rank, size, memory), pieces)

@@ -16,7 +16,7 @@ from mpi4py import MPI
 
 from arraycomm._transports.control import ControlChannel, message_slot
 from arraycomm._transports.mpi.failures import translated
-from arraycomm._transports.mpi.memory import finish, shared_memory
+from arraycomm._transports.mpi.memory import on_all, shared_memory
 from arraycomm._transports.mpi.movement import KEPT_ALIVE
 from arraycomm._transports.mpi.nodes import NodeExchange, native_steps
 from arraycomm._transports.mpi.notes import MpiNotes
@@ -181,9 +181,7 @@ def _node_memory(comm: MPI.Intracomm, nodes: Sequence[int]) -> tuple[Any, list[l
         assert isinstance(here, MPI.Intracomm)
         memory = shared_memory(here, nbytes) if here.size > 1 else np.zeros(nbytes, np.uint8)
         here.Free()
-        shared = np.array([memory is not None], np.int32)
-        finish(comm.Iallreduce(MPI.IN_PLACE, shared, MPI.MIN))
-        if shared[0]:
+        if on_all(comm, memory is not None):
             return memory, list(members.values())
     return np.zeros(nbytes, np.uint8), [[rank] for rank in range(comm.size)]
 

@@ -19,11 +19,10 @@ from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Final, NamedTuple
 
-import numpy as np
 from mpi4py import MPI
 
 from arraycomm._transports.base import Bytes
-from arraycomm._transports.mpi.memory import finish
+from arraycomm._transports.mpi.memory import on_all
 
 # The most bytes of a piece, but for what makes whole cache lines of it, and how many are under way.
 PIECE: Final = 64_000
@@ -66,9 +65,8 @@ class Pieces(NamedTuple):
 
 def agreed(comm: MPI.Intracomm) -> Pieces:
     """Return how these ranks cut messages; collective."""
-    whole = np.array([any(cards.is_dir() and any(cards.iterdir()) for cards in _CARDS)], np.int32)
-    finish(comm.Iallreduce(MPI.IN_PLACE, whole, MPI.MIN))
-    return Pieces(_WHOLE if whole[0] else PIECE)
+    here = any(cards.is_dir() and any(cards.iterdir()) for cards in _CARDS)
+    return Pieces(_WHOLE if on_all(comm, here) else PIECE)
 
 
 def cut(memory: Bytes, count: int) -> list[Bytes]:

@@ -6,7 +6,6 @@ Between nodes a part goes in pieces; see `pieces.py`.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Sequence
 from typing import Final
 
 from mpi4py import MPI
@@ -15,70 +14,45 @@ from arraycomm._transports.base import Bytes
 from arraycomm._transports.mpi.failures import translated
 from arraycomm._transports.mpi.movement import KEPT_ALIVE
 from arraycomm._transports.mpi.pieces import AHEAD, Pieces
-from arraycomm._transports.mpi.routes import Places, Route, parts_of, route
+from arraycomm._transports.mpi.routes import Places, parts_of, route
 
 # Tags of broadcasts that may overlap; see `direct.py` for those of other movements.
 _TAG: Final = 1 << 10
 _OVERLAPPING: Final = 256
 
 
-class Broadcasts:
-    """The broadcasts of one rank.
+class Relay:
+    """One rank's part of the broadcast of this number.
 
     Parameters
     ----------
     comm : MPI.Intracomm
-        All ranks; no other messages have these tags.
+        All ranks; no other messages have the tags of broadcasts.
+    root : int
+        The rank whose buffer the others get.
     places : Places
-        Which of them are on which node.
+        Which ranks are on which node.
+    buffer : Bytes
+        What the root sends, and where the others get it.
     pieces : Pieces
         How messages to other nodes are cut.
-    """
-
-    def __init__(self, comm: MPI.Intracomm, places: Places, pieces: Pieces) -> None:
-        self._comm, self._rank, self._places, self._pieces = comm, comm.rank, places, pieces
-        self._near = places.members[places.node[comm.rank]]
-        self._begun = 0
-
-    def bcast(self, buffer: Bytes, root: int) -> Relay:
-        """Make every rank's buffer that of `root`."""
-        self._begun += 1
-        parts = parts_of(buffer, len(self._places.members))
-        by = route(self._rank, root, self._places, len(parts))
-        tag = _TAG + self._begun % _OVERLAPPING
-        return Relay(self._comm, parts, by, self._near, self._pieces, tag)
-
-
-class Relay:
-    """One rank's part of a broadcast.
-
-    Parameters
-    ----------
-    comm : MPI.Intracomm
-        All ranks.
-    parts : sequence of Bytes
-        What the root sends, and where the others get it.
-    by : Route
-        The route of these parts.
-    near : collection of int
-        The ranks of this node.
-    pieces : Pieces
-        How messages to others are cut.
-    tag : int
-        A tag that no other movement under way has.
+    number : int
+        The same on all ranks; broadcasts that overlap have different ones.
     """
 
     def __init__(
         self,
         comm: MPI.Intracomm,
-        parts: Sequence[Bytes],
-        by: Route,
-        near: Collection[int],
+        root: int,
+        places: Places,
+        buffer: Bytes,
         pieces: Pieces,
-        tag: int,
+        number: int,
     ) -> None:
-        self._comm, self._parts, self._to, self._tag = comm, parts, by.to, tag
-        self._near, self._cut = near, pieces
+        self._comm, self._cut, self._tag = comm, pieces, _TAG + number % _OVERLAPPING
+        self._near = places.members[places.node[comm.rank]]
+        self._parts = parts_of(buffer, len(places.members))
+        origin, self._to = route(comm.rank, root, places, len(self._parts))
         # The messages of each part that is still to come.
         self._receives: list[deque[MPI.Request]] = []
         # What is to be sent, and the messages of it that are under way.
@@ -88,18 +62,18 @@ class Relay:
         self._here = 0
         KEPT_ALIVE.add(self)
         try:
-            if by.origin is None:
-                for part in parts:
+            if origin is None:
+                for part in self._parts:
                     self._pass_on(part)
-                self._here = len(parts)
+                self._here = len(self._parts)
                 self._send()
             else:
-                origin = by.origin
                 self._receives = [
                     deque(
-                        comm.Irecv([p, MPI.BYTE], origin, tag) for p in self._pieces(part, origin)
+                        comm.Irecv([piece, MPI.BYTE], origin, self._tag)
+                        for piece in self._pieces(part, origin)
                     )
-                    for part in parts
+                    for part in self._parts
                 ]
         except MPI.Exception as error:
             raise translated(error) from error

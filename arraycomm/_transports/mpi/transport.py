@@ -23,7 +23,7 @@ from arraycomm._transports.mpi.memory import finish, shared_memory
 from arraycomm._transports.mpi.movement import begin, vector
 from arraycomm._transports.mpi.pairs import MpiPair
 from arraycomm._transports.mpi.pieces import agreed
-from arraycomm._transports.mpi.relay import Broadcasts
+from arraycomm._transports.mpi.relay import Relay
 from arraycomm._transports.mpi.routes import Places
 from arraycomm._transports.pairs import Pair
 from arraycomm._transports.shared_files import SharesFiles
@@ -31,41 +31,6 @@ from arraycomm._transports.shared_files import SharesFiles
 # Polls before a waiting rank gives up its core. More would delay the rank that it waits for, if
 # both share the core.
 _SPINS: Final = 8
-
-
-Found = tuple[int, int] | None
-
-
-class MessageProbe:
-    """Looks for messages of other ranks, and for those of this rank, which are not MPI's."""
-
-    def __init__(self, comm: MPI.Intracomm, own: Mailbox) -> None:
-        self._comm, self._own = comm, own
-        self._own_first = False
-
-    def __call__(self, source: int | None, tags: range) -> Found:
-        """Return source and tag of a message; see `Transport.probe`."""
-        looks = [self._among_others, self._among_own]
-        # In turn, so that neither waits for the end of a stream of the other's.
-        self._own_first = not self._own_first
-        for look in looks[::-1] if self._own_first else looks:
-            found = look(source, tags)
-            if found is not None:
-                return found
-        return None
-
-    def _among_others(self, source: int | None, tags: range) -> Found:
-        rank, status = MPI.ANY_SOURCE if source is None else source, MPI.Status()
-        try:
-            come = self._comm.Iprobe(rank, tags[0] if len(tags) == 1 else MPI.ANY_TAG, status)
-        except MPI.Exception as error:
-            raise translated(error) from error
-        # Pieces of messages and control messages have tags of their own; who waits for them takes
-        # them.
-        return (status.source, status.tag) if come and status.tag in tags else None
-
-    def _among_own(self, source: int | None, tags: range) -> Found:
-        return self._own.probe(source, self._comm.rank, tags)
 
 
 class MPITransport(SharesFiles, Transport):
@@ -84,7 +49,8 @@ class MPITransport(SharesFiles, Transport):
         self._share = share
         # Messages of this rank to itself: MPI may finish a send only when it is received.
         self._own = Mailbox()
-        self._probe = MessageProbe(comm, self._own)
+        # Whether these are looked at first: in turn, so that neither of two streams has to end.
+        self._own_first = False
         self._nodes = _find_nodes(comm) if nodes is None else nodes
         own = self._nodes[self.rank]
         self.local_rank = self._nodes[: self.rank].count(own)
@@ -95,19 +61,17 @@ class MPITransport(SharesFiles, Transport):
         # Between nodes, messages that nobody finds who looks for a user's.
         self._between: MPI.Intracomm | None = None
         self._direct: DirectMessages | None = None
-        self._broadcasts: Broadcasts | None = None
+        self._broadcasts = 0
         self.control: ControlChannel
         if memory is None:
             self._between, self.overlaps = _duplicate(comm), True
             units = self._nodes if share else range(self.size)
-            places, pieces = Places(self._nodes), agreed(comm)
-            self.control = MpiControl(comm, self._between, units, pieces)
-            if self.size > 1:
-                self._broadcasts = Broadcasts(self._between, places, pieces)
+            self._places, self._pieces = Places(self._nodes), agreed(comm)
+            self.control = MpiControl(comm, self._between, units, self._pieces)
             if 1 < self.size <= DIRECT_RANKS:
-                self._direct = DirectMessages(self._between, places, pieces)
+                self._direct = DirectMessages(self._between, self._places, self._pieces)
             if share:
-                self.chain = make_chain(comm, self._between, places, pieces)
+                self.chain = make_chain(comm, self._between, self._places, self._pieces)
         else:
             self.control = SharedControl(self.rank, self.size, memory)
 
@@ -130,8 +94,10 @@ class MPITransport(SharesFiles, Transport):
         return begin(self.mpi_comm.Iscatterv, parts, [recv, MPI.BYTE], root)
 
     def bcast(self, buffer: Bytes, root: int) -> Handle:
-        if self._broadcasts is not None:
-            return self._broadcasts.bcast(buffer, root)
+        if self._between is not None:
+            self._broadcasts += 1
+            at = self._between, root, self._places
+            return Relay(*at, buffer, self._pieces, self._broadcasts)
         return begin(self.mpi_comm.Ibcast, [buffer, MPI.BYTE], root)
 
     def send(self, buffer: Bytes, dest: int, tag: int) -> Handle:
@@ -150,7 +116,23 @@ class MPITransport(SharesFiles, Transport):
         return MpiPair(self.mpi_comm, send, dest, recv, source, tag)
 
     def probe(self, source: int | None, tags: range) -> tuple[int, int] | None:
-        return self._probe(source, tags)
+        self._own_first = not self._own_first
+        looks = [self._own_message, self._message]
+        found = (look(source, tags) for look in (looks if self._own_first else reversed(looks)))
+        return next(filter(None, found), None)
+
+    def _own_message(self, source: int | None, tags: range) -> tuple[int, int] | None:
+        return self._own.probe(source, self.rank, tags)
+
+    def _message(self, source: int | None, tags: range) -> tuple[int, int] | None:
+        rank, status = MPI.ANY_SOURCE if source is None else source, MPI.Status()
+        try:
+            come = self.mpi_comm.Iprobe(rank, tags[0] if len(tags) == 1 else MPI.ANY_TAG, status)
+        except MPI.Exception as error:
+            raise translated(error) from error
+        # Pieces of messages and control messages have tags of their own; who waits for them takes
+        # them.
+        return (status.source, status.tag) if come and status.tag in tags else None
 
     def split(self, color: int | None, members: Sequence[int]) -> Transport | None:
         try:

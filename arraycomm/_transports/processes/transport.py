@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
@@ -26,8 +26,8 @@ from arraycomm._transports.shared_files import (
     SharesFiles,
     close_file,
     make_file,
-    need_names,
     open_file,
+    share_file,
 )
 
 # As many polls as ranks of MPI make before they give up their cores.
@@ -179,25 +179,17 @@ def meet(put: Put, get: Get, rank: int, size: int) -> Bytes | None:
     `put(key, text)` and `get(key)` are those of a store that all ranks can reach; `get` waits for
     what another rank puts.
     """
-    memory = _share_file(partial(_under, put, "a"), partial(_under, get, "a"), rank, size)
-    if memory is None:
-        need_names()
-        memory = _share_file(partial(_under, put, "b"), partial(_under, get, "b"), rank, size)
-    return memory
+    tries = 0
 
+    def tell(path: str) -> str:
+        nonlocal tries
+        tries += 1
+        if rank == 0:
+            put(f"{tries}/memory", path)
+        return get(f"{tries}/memory")
 
-def _under(call: Callable[..., Any], prefix: str, key: str, *text: str) -> Any:
-    return call(f"{prefix}/{key}", *text)
+    def agree(opened: bool) -> bool:
+        put(f"{tries}/opened/{rank}", "yes" if opened else "no")
+        return "no" not in [get(f"{tries}/opened/{other}") for other in range(size)]
 
-
-def _share_file(put: Put, get: Get, rank: int, size: int) -> Bytes | None:
-    nbytes = memory_bytes(size)
-    own = make_file(nbytes) if rank == 0 else ""
-    if rank == 0:
-        put("memory", own)
-    memory = open_file(get("memory"), nbytes)
-    put(f"opened/{rank}", "no" if memory is None else "yes")
-    opened = [get(f"opened/{other}") for other in range(size)]
-    if own:
-        close_file(own)
-    return memory if "no" not in opened else None
+    return share_file(memory_bytes(size), tell, agree, makes=rank == 0)
