@@ -101,11 +101,11 @@ def test_the_end_of_what_calls_have_begun_is_waited_for_and_counts() -> None:
         def barrier(self) -> None:
             assert not begun
 
-    def finish() -> None:
-        time.sleep(2e-3)
-        begun.clear()
+        def finish(self) -> None:
+            time.sleep(2e-3)
+            begun.clear()
 
-    done, (row,) = measure([lambda: begun.append(None)], 3, 1e-3, Idle(), finish)
+    done, (row,) = measure([lambda: begun.append(None)], 3, 1e-3, Idle())
     assert not begun
     assert min(row) * done.calls[0] >= 2e-3
 

@@ -53,8 +53,7 @@ def _compare(arguments: argparse.Namespace) -> int:
     for comparison in late:
         print(
             f"bench: {', '.join(filter(None, comparison.work))} takes {comparison.ratio:.2f} times "
-            "as "
-            f"long, and may take {limit:g} times",
+            f"as long, and may take {limit:g} times",
             file=sys.stderr,
         )
     return int(bool(late))

@@ -6,10 +6,10 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
+from functools import cached_property, partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -49,6 +49,7 @@ TITLES: Final = {
 # What arraycomm is compared with; all other contenders are arraycomm itself.
 REFERENCES: Final = ("mpi4py", "gloo", "ddp", "nccl", "torch-nccl", "copy", "mpi4jax")
 FRAMEWORKS: Final = ("numpy", "torch", "jax")
+OWN: Final = ("out", "fresh", "unchecked")
 
 _GLOO_DTYPES: Final = frozenset(
     ("float16", "bfloat16", "float32", "float64", "int8", "uint8", "int32", "int64")
@@ -69,13 +70,14 @@ class UnsupportedError(Exception):
 class Contender:
     """One way to sum `x` over the ranks.
 
-    `call` is timed. `answer` does the same once more, and returns the result as a NumPy array.
+    `call` is timed. `answer` does the same once more; of an array it returns the result as a NumPy
+    array.
     """
 
     key: str
     framework: str
     call: Callable[[], Any]
-    answer: Callable[[], Array]
+    answer: Callable[[], Any]
 
 
 class Field:
@@ -88,38 +90,46 @@ class Field:
         self.comm = comm
         self.rank, self.size = comm.rank, comm.size
         self.mpi: MPI.Intracomm = comm.mpi_comm.Dup()
-        self._unchecked: Communicator | None = None
-        self._group: Any = None
-        self._no_group = ""
-        self._directory = ""
+        # What releases everything, the last made first.
+        self._ends = ExitStack()
+        self._ends.callback(self.mpi.Free)
+        # By name, and why a rank has none.
+        self._started: dict[str, tuple[Any, str]] = {}
 
-    @property
+    @cached_property
     def unchecked(self) -> Communicator:
         """The communicator with `check=False`."""
-        if self._unchecked is None:
-            self._unchecked = self.comm.dup(check=False)
-        return self._unchecked
+        made = self.comm.dup(check=False)
+        self._ends.callback(made.free)
+        return made
 
     def torch_distributed(self, backend: str) -> Any:
         """Return `torch.distributed`, initialized for all ranks with a backend.
 
         A process can initialize it once, so the backend is the same in every call.
         """
-        if self._group is None and not self._no_group:
+        return self._start(backend, partial(self._join, backend))
+
+    def _start(self, name: str, start: Callable[[], Any]) -> Any:
+        """Return what `start` has returned at first; no rank uses it if one has failed."""
+        if name not in self._started:
+            made, failure = None, ""
             try:
-                self._group = self._join(backend)
+                made = start()
             except Exception as error:
-                self._no_group = f"{backend} does not start: {error}"
-            # If it failed on one rank, no rank uses it.
-            self._no_group = max(self.mpi.allgather(self._no_group))
-        if self._no_group:
-            raise UnsupportedError(self._no_group)
-        return self._group
+                failure = f"{name} does not start: {error}"
+            self._started[name] = made, max(self.mpi.allgather(failure))
+        made, failure = self._started[name]
+        if failure:
+            raise UnsupportedError(failure)
+        return made
 
     def _join(self, backend: str) -> Any:
         dist: Any = import_module("torch.distributed")
-        made = tempfile.mkdtemp(prefix="arraycomm-bench-") if self.rank == 0 else ""
-        self._directory = made
+        made = ""
+        if self.rank == 0:
+            made = tempfile.mkdtemp(prefix="arraycomm-bench-")
+            self._ends.callback(shutil.rmtree, made, ignore_errors=True)
         path = Path(self.mpi.bcast(made)) / "store"
         # On one node the loopback device is enough, and works without a network.
         if self.comm.local_size == self.size and Path("/sys/class/net/lo").exists():
@@ -131,6 +141,7 @@ class Field:
             world_size=self.size,
             timeout=_TIMEOUT,
         )
+        self._ends.callback(dist.destroy_process_group)
         return dist
 
     def about(self) -> dict[str, Any]:
@@ -151,14 +162,7 @@ class Field:
 
     def close(self) -> None:
         """Release everything; collective."""
-        if self._group is not None:
-            self._group.destroy_process_group()
-        if self._unchecked is not None:
-            self._unchecked.free()
-        self.mpi.Free()
-        if self._directory:
-            with suppress(OSError):
-                shutil.rmtree(self._directory)
+        self._ends.close()
 
 
 class Case:
@@ -174,9 +178,17 @@ class Case:
         total = sum((pattern(r, self.count) for r in range(size)), np.zeros(self.count, np.uint8))
         self.expected: Array = total.astype(self.dtype)
 
+    def arrays(self, framework: str) -> tuple[Any, Any]:
+        """Return `x` and `y` as arrays of a framework."""
+        return as_array(self.x, framework), as_array(self.y, framework)
+
+    def clear(self, framework: str) -> None:
+        """Overwrite with zeros what the last contender of a framework left in `y`."""
+        self.y[...] = 0
+
     def verify(self, contender: Contender) -> str:
         """Return what is wrong with a contender's answer on this rank, or an empty string."""
-        self.y[...] = 0
+        self.clear(contender.framework)
         answer = contender.answer()
         if answer.shape != self.expected.shape or answer.dtype != self.dtype:
             return f"the result is {answer.dtype} {answer.shape}"
@@ -226,40 +238,34 @@ def make(key: str, framework: str, case: Case, field: Field) -> Contender:
         raise UnsupportedError(f"torch does not compute with {case.dtype_name}")
     if framework == "jax" and case.dtype_name in _NOT_IN_JAX:
         raise UnsupportedError(f"JAX has {case.dtype_name} only in its 64-bit mode")
-    return _MAKERS[key](framework, case, field)
+    return own(key, framework, case, field) if key in OWN else _MAKERS[key](framework, case, field)
 
 
-def _out(framework: str, case: Case, field: Field) -> Contender:
-    return _into("out", field.comm, framework, case)
+def own(key: str, framework: str, case: Case, field: Field) -> Contender:
+    """Return a contender that is arraycomm's own."""
+    comm = field.unchecked if key == "unchecked" else field.comm
+    x, y = case.arrays(framework)
+    fresh = key == "fresh" or framework == "jax"
+    call = partial(comm.allreduce, x) if fresh else partial(comm.allreduce, x, out=y)
+    return Contender(key, framework, call, lambda: as_numpy(call()))
 
 
-def _unchecked(framework: str, case: Case, field: Field) -> Contender:
-    if framework == "jax":
-        return _returning("unchecked", field.unchecked, framework, case)
-    return _into("unchecked", field.unchecked, framework, case)
+def into(key: str, framework: str, call: Callable[[], Any], y: Any) -> Contender:
+    """Return a contender whose result is in `y` after the call."""
 
+    def answer() -> Array:
+        call()
+        return as_numpy(y)
 
-def _fresh(framework: str, case: Case, field: Field) -> Contender:
-    return _returning("fresh", field.comm, framework, case)
+    return Contender(key, framework, call, answer)
 
 
 def _shared(framework: str, case: Case, field: Field) -> Contender:
-    like = _array(case.y[:0], framework)
+    like = as_array(case.y[:0], framework)
     x, y = (field.comm.empty(case.count, case.dtype, like) for _ in range(2))
     as_numpy(x)[...] = case.x
     call = partial(field.comm.allreduce, x, out=y)
     return Contender("shared", framework, call, lambda: as_numpy(call()))
-
-
-def _into(key: str, comm: Communicator, framework: str, case: Case) -> Contender:
-    x, y = _array(case.x, framework), _array(case.y, framework)
-    call = partial(comm.allreduce, x, out=y)
-    return Contender(key, framework, call, lambda: as_numpy(call()))
-
-
-def _returning(key: str, comm: Communicator, framework: str, case: Case) -> Contender:
-    call = partial(comm.allreduce, _array(case.x, framework))
-    return Contender(key, framework, call, lambda: as_numpy(call()))
 
 
 def _mpi4py(framework: str, case: Case, field: Field) -> Contender:
@@ -268,21 +274,15 @@ def _mpi4py(framework: str, case: Case, field: Field) -> Contender:
     # Open MPI would sum bfloat16 as bytes.
     if case.dtype.isbuiltin != 1 or MPI.Datatype.fromcode(case.dtype.char) == MPI.DATATYPE_NULL:
         raise UnsupportedError(f"MPI has no {case.dtype_name}")
-    x, y = _array(case.x, framework), _array(case.y, framework)
-    call = partial(field.mpi.Allreduce, x, y)
-
-    def answer() -> Array:
-        call()
-        return as_numpy(y)
-
-    return Contender("mpi4py", framework, call, answer)
+    x, y = case.arrays(framework)
+    return into("mpi4py", framework, partial(field.mpi.Allreduce, x, y), y)
 
 
 def _gloo(framework: str, case: Case, field: Field) -> Contender:
     if case.dtype_name not in _GLOO_DTYPES:
         raise UnsupportedError(f"gloo has no {case.dtype_name}")
-    x, memory = _array(case.x, framework), np.zeros(case.count, case.dtype)
-    buffer = _array(memory, framework)
+    x, memory = as_array(case.x, framework), np.zeros(case.count, case.dtype)
+    buffer = as_array(memory, framework)
     call = partial(field.torch_distributed("gloo").all_reduce, buffer)
 
     def answer() -> Array:
@@ -297,16 +297,14 @@ def _gloo(framework: str, case: Case, field: Field) -> Contender:
 
 
 _MAKERS: Final[dict[str, Callable[[str, Case, Field], Contender]]] = {
-    "out": _out,
     "shared": _shared,
-    "fresh": _fresh,
-    "unchecked": _unchecked,
     "mpi4py": _mpi4py,
     "gloo": _gloo,
 }
 
 
-def _array(values: Array, framework: str) -> Any:
+def as_array(values: Array, framework: str) -> Any:
+    """Return an array of a framework with these values."""
     return values if framework == "numpy" else arraycomm.exchange(values, framework)
 
 

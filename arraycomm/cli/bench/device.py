@@ -14,19 +14,21 @@ from arraycomm._cuda import device, libnccl
 from arraycomm._cuda.nccl_link import let_share, lets_share, refuse_sharing
 from arraycomm._dtypes import BY_DTYPE
 from arraycomm.cli.bench.contenders import (
+    OWN,
     Case,
     Contender,
     Field,
     UnsupportedError,
     as_numpy,
     installed,
+    into,
+    own,
 )
 from arraycomm.cli.bench.lines import Entry, enter
 
 FRAMEWORKS: Final = ("cupy", "torch")
 _NCCL_SUM: Final = 0
 _CUDA_MEMCPY_DEVICE_TO_DEVICE: Final = 3
-_OWN: Final = ("out", "fresh", "unchecked")
 
 
 def refusal(names: Sequence[str], mode: str | None) -> str:
@@ -63,8 +65,6 @@ class DeviceField(Field):
         self._probe = cupy.ones(1, "float32")
         comm.allreduce(self._probe)
         self._runtime = cupy.cuda.runtime
-        self._nccl: Any = None
-        self._no_nccl = ""
 
     def finish(self) -> None:
         """Wait for the device: calls only enqueue work on it."""
@@ -82,22 +82,16 @@ class DeviceField(Field):
     def nccl(self) -> Any:
         """CuPy's NCCL communicator; making it waits for all ranks."""
         self.check_sharing()
-        if self._nccl is None and not self._no_nccl:
-            try:
-                self._nccl = self._join_nccl()
-            except Exception as error:
-                self._no_nccl = f"CuPy's NCCL does not start: {error}"
-            # If it failed on one rank, no rank uses it.
-            self._no_nccl = max(self.mpi.allgather(self._no_nccl))
-        if self._no_nccl:
-            raise UnsupportedError(self._no_nccl)
-        return self._nccl
+        return self._start("CuPy's NCCL", self._join_nccl)
 
     def _join_nccl(self) -> Any:
         from cupy.cuda import nccl
 
         name = self.mpi.bcast(nccl.get_unique_id() if self.rank == 0 else None)
-        return nccl.NcclCommunicator(self.size, name, self.rank)
+        made = nccl.NcclCommunicator(self.size, name, self.rank)
+        self._ends.callback(made.destroy)
+        self._ends.callback(self.finish)
+        return made
 
     def check_sharing(self) -> None:
         """Raise if NCCL would refuse these ranks, or wait forever for some of them."""
@@ -110,13 +104,6 @@ class DeviceField(Field):
 
     def _uuids(self) -> list[str]:
         return list(self.mpi.allgather(device.uuid(self.number)))
-
-    def close(self) -> None:
-        """Release everything; collective."""
-        if self._nccl is not None:
-            self.finish()
-            self._nccl.destroy()
-        super().close()
 
 
 class DeviceCase(Case):
@@ -143,7 +130,7 @@ class DeviceCase(Case):
         return made.to(f"cuda:{self._number}") if framework == "torch" else made
 
     def clear(self, framework: str) -> None:
-        """Overwrite with zeros what the last contender left in `y`."""
+        """Overwrite with zeros what the last contender of a framework left in `y`."""
         _, y = self.arrays(framework)
         if framework == "torch":
             y.zero_()
@@ -155,14 +142,13 @@ class DeviceCase(Case):
             cupy.cuda.runtime.memsetAsync(y.data.ptr, 0, self.nbytes, stream)
 
 
-def entered(
-    field: DeviceField, names: Sequence[str] | None, only: Sequence[str], dtype: str, nbytes: int
-) -> tuple[DeviceCase, list[Entry]]:
-    """Return an array to sum, and who takes part."""
-    case = DeviceCase(dtype, nbytes, field)
+def enter_all(
+    field: DeviceField, case: DeviceCase, names: Sequence[str] | None, only: Sequence[str]
+) -> list[Entry]:
+    """Return who takes part with an array."""
     frameworks = _usual() if names is None else names
     wanted = [(f, key) for f in frameworks for key in keys_of(f) if key in only]
-    return case, [enter(field, case, key, framework, _make) for framework, key in wanted]
+    return [enter(field, case, key, framework, _make) for framework, key in wanted]
 
 
 def _usual() -> list[str]:
@@ -171,27 +157,13 @@ def _usual() -> list[str]:
 
 def keys_of(framework: str) -> list[str]:
     """Return the keys of the contenders for a framework's arrays on a device."""
-    return [*_OWN, "nccl" if framework == "cupy" else "torch-nccl", "copy"]
+    return [*OWN, "nccl" if framework == "cupy" else "torch-nccl", "copy"]
 
 
 def _make(key: str, framework: str, case: DeviceCase, field: Field) -> Contender:
     """Return a contender, or raise `UnsupportedError`."""
     assert isinstance(field, DeviceField), "only a DeviceField has a device"
-    if key in _OWN:
-        return _own(key, framework, case, field)
-    return _MAKERS[key](framework, case, field)
-
-
-def _own(key: str, framework: str, case: DeviceCase, field: DeviceField) -> Contender:
-    x, y = case.arrays(framework)
-    comm = field.unchecked if key == "unchecked" else field.comm
-    call = partial(comm.allreduce, x) if key == "fresh" else partial(comm.allreduce, x, out=y)
-
-    def answer() -> Array:
-        case.clear(framework)
-        return as_numpy(call())
-
-    return Contender(key, framework, call, answer)
+    return own(key, framework, case, field) if key in OWN else _MAKERS[key](framework, case, field)
 
 
 def _nccl(framework: str, case: DeviceCase, field: DeviceField) -> Contender:
@@ -204,13 +176,7 @@ def _nccl(framework: str, case: DeviceCase, field: DeviceField) -> Contender:
     stream = cupy.cuda.get_current_stream().ptr
     addresses = (x.data.ptr, y.data.ptr)
     call = partial(field.nccl.allReduce, *addresses, case.count, kind, _NCCL_SUM, stream)
-
-    def answer() -> Array:
-        case.clear(framework)
-        call()
-        return as_numpy(y)
-
-    return Contender("nccl", framework, call, answer)
+    return into("nccl", framework, call, y)
 
 
 def _torch_nccl(framework: str, case: DeviceCase, field: DeviceField) -> Contender:
@@ -245,7 +211,6 @@ def _copy(framework: str, case: DeviceCase, field: DeviceField) -> Contender:
         call = partial(copy, *addresses, case.nbytes, _CUDA_MEMCPY_DEVICE_TO_DEVICE, stream)
 
     def answer() -> Array:
-        case.clear(framework)
         call()
         copied = as_numpy(y)
         return case.expected if copied.tobytes() == case.x.tobytes() else copied

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from statistics import median
 from typing import Any, Protocol, TypeVar
 
 from arraycomm.cli.bench.contenders import REFERENCES, TITLES, Contender, Field, UnsupportedError
-from arraycomm.cli.bench.timing import figures, measure, ratio
+from arraycomm.cli.bench.timing import measure, ratio
 
 # One line of the results, as it is stored.
 Line = dict[str, Any]
@@ -33,7 +33,7 @@ def measured(
     """Time the contenders of a line, and return the line; collective."""
     ready = [entry for entry in entries if entry.contender is not None]
     calls = [entry.contender.call for entry in ready if entry.contender is not None]
-    agreed, samples = measure(calls, meeting=field, finish=field.finish, **limits)
+    agreed, samples = measure(calls, meeting=field, **limits)
     for entry, count, row in zip(ready, agreed.calls, samples, strict=True):
         entry.calls, entry.samples = count, row
     return {
@@ -74,8 +74,9 @@ class Entry:
             for other in entries
             if other.framework == self.framework and other.key in REFERENCES and other.samples
         }
-        numbers = asdict(figures(self.samples))
-        samples = [float(f"{seconds:.4g}") for seconds in self.samples]
+        own = self.samples
+        numbers = {"median": median(own), "min": min(own), "max": max(own)}
+        samples = [float(f"{seconds:.4g}") for seconds in own]
         return {**stored, "calls": self.calls, **numbers, "ratios": ratios, "samples": samples}
 
 

@@ -8,6 +8,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final
 
+from arraycomm._launch.launchers import cores
+
 _PACKAGES: Final = (
     "arraycomm",
     "numpy",
@@ -29,14 +31,6 @@ def machine() -> dict[str, Any]:
         "system": platform.platform(),
         "load": os.getloadavg()[0],
     }
-
-
-def cores() -> int:
-    """Return the number of cores that this process may use."""
-    try:
-        return len(os.sched_getaffinity(0))
-    except AttributeError:  # not on macOS
-        return os.cpu_count() or 1
 
 
 def versions() -> dict[str, str]:

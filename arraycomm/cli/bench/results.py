@@ -7,9 +7,8 @@ import json
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, Final
@@ -17,7 +16,7 @@ from typing import Any, Final
 from arraycomm.cli.bench import device
 from arraycomm.cli.bench.arguments import command, host_frameworks, requested_trees, requests
 from arraycomm.cli.bench.contenders import REFERENCES, Case, Field, keys_of, make
-from arraycomm.cli.bench.lines import Entry, Line, enter, measured
+from arraycomm.cli.bench.lines import Line, enter, measured
 from arraycomm.cli.bench.machine import machine, versions
 from arraycomm.cli.bench.report import complaints, name_of, tables
 from arraycomm.cli.bench.tables import as_text
@@ -69,23 +68,20 @@ def about(field: Field, words: Sequence[str]) -> dict[str, Any]:
 
 
 def _lines(field: Field, arguments: argparse.Namespace) -> Iterator[Line]:
-    entered: Callable[[str, int], tuple[Case, list[Entry]]]
-    if isinstance(field, device.DeviceField):
-        entered = partial(device.entered, field, arguments.frameworks, arguments.only)
-    else:
-        entered = partial(_entered, field, host_frameworks(arguments), arguments.only)
     for request in requests(arguments.mode, arguments.sizes, arguments.dtypes):
-        case, entries = entered(request.dtype, request.nbytes)
+        case: Case
+        if isinstance(field, device.DeviceField):
+            case = device.DeviceCase(request.dtype, request.nbytes, field)
+            entries = device.enter_all(field, case, arguments.frameworks, arguments.only)
+        else:
+            case = Case(request.dtype, request.nbytes, field.rank, field.size)
+            entries = [
+                enter(field, case, key, framework, make)
+                for framework in host_frameworks(arguments)
+                for key in keys_of(framework, request.nbytes)
+                if key in arguments.only
+            ]
         yield measured(field, case, request.mode, entries, **_limits(arguments))
-
-
-def _entered(
-    field: Field, frameworks: Sequence[str], only: Sequence[str], dtype: str, nbytes: int
-) -> tuple[Case, list[Entry]]:
-    """Return an array to sum, and who takes part."""
-    case = Case(dtype, nbytes, field.rank, field.size)
-    wanted = [(f, key) for f in frameworks for key in keys_of(f, nbytes) if key in only]
-    return case, [enter(field, case, key, framework, make) for framework, key in wanted]
 
 
 def _tree_lines(field: Field, arguments: argparse.Namespace) -> Iterator[Line]:

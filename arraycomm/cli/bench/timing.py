@@ -13,7 +13,6 @@ from typing import Any, Final, Protocol, TypeVar
 T = TypeVar("T")
 
 Timed = Callable[[], Any]
-Finish = Callable[[], None]
 
 # Fewer repetitions than this say little about the spread. Even a slow call gets as many.
 FEWEST: Final = 5
@@ -26,10 +25,13 @@ _EXTRA_SAMPLES: Final = 2
 
 
 class Meeting(Protocol):
-    """The means by which the timed ranks synchronize."""
+    """The means by which the timed ranks synchronize, among themselves and with their devices."""
 
     def barrier(self) -> None:
         """Wait for all ranks."""
+
+    def finish(self) -> None:
+        """Wait for the work that calls have started."""
 
     def slowest(self, seconds: Sequence[float]) -> list[float]:
         """Return, element by element, the largest of all ranks' numbers, on every rank."""
@@ -41,15 +43,6 @@ class Plan:
 
     repetitions: int
     calls: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Figures:
-    """Seconds per call."""
-
-    median: float
-    min: float
-    max: float
 
 
 def rotated(contenders: Sequence[T], repetition: int) -> list[T]:
@@ -80,11 +73,6 @@ def plan(estimates: Sequence[float], repetitions: int, seconds: float) -> Plan:
     return Plan(min(repetitions, affordable), calls)
 
 
-def figures(samples: Sequence[float]) -> Figures:
-    """Return median and extremes of the samples."""
-    return Figures(statistics.median(samples), min(samples), max(samples))
-
-
 def ratio(samples: Sequence[float], reference: Sequence[float]) -> float:
     """Return the median of the repetitions' ratios.
 
@@ -94,18 +82,10 @@ def ratio(samples: Sequence[float], reference: Sequence[float]) -> float:
     return statistics.median(a / b for a, b in zip(samples, reference, strict=True))
 
 
-def _nothing() -> None:
-    """Calls that are complete when they return leave nothing to wait for."""
-
-
 def measure(
-    contenders: Sequence[Timed],
-    repetitions: int,
-    seconds: float,
-    meeting: Meeting,
-    finish: Finish = _nothing,
+    contenders: Sequence[Timed], repetitions: int, seconds: float, meeting: Meeting
 ) -> tuple[Plan, list[list[float]]]:
-    """Time the contenders; collective. `finish` waits for the work that their calls have started.
+    """Time the contenders; collective.
 
     Returns
     -------
@@ -115,38 +95,37 @@ def measure(
         For each contender and repetition, the seconds per call of the slowest rank.
     """
     with no_garbage_collection():
-        estimates = [_estimate(call, meeting, finish) for call in contenders]
+        estimates = [_estimate(call, meeting) for call in contenders]
         agreed = plan(estimates, repetitions, seconds)
         samples = [[0.0] * agreed.repetitions for _ in contenders]
         for repetition in range(agreed.repetitions):
             for which in rotated(range(len(contenders)), repetition):
                 calls = agreed.calls[which]
-                samples[which][repetition] = (
-                    sample(contenders[which], calls, meeting, finish) / calls
-                )
+                took = sample(contenders[which], calls, meeting)
+                samples[which][repetition] = took / calls
     return agreed, [meeting.slowest(row) for row in samples]
 
 
-def sample(call: Timed, calls: int, meeting: Meeting, finish: Finish = _nothing) -> float:
+def sample(call: Timed, calls: int, meeting: Meeting) -> float:
     """Return this rank's seconds for that many calls, started together with the other ranks."""
     meeting.barrier()
     started = perf_counter()
     for _ in range(calls):
         call()
-    finish()
+    meeting.finish()
     return perf_counter() - started
 
 
-def _estimate(call: Timed, meeting: Meeting, finish: Finish) -> float:
+def _estimate(call: Timed, meeting: Meeting) -> float:
     """Warm up, and estimate the seconds of one call; the same number on every rank."""
     calls = 1
-    sample(call, calls, meeting, finish)
+    sample(call, calls, meeting)
     while True:
-        (took,) = meeting.slowest([sample(call, calls, meeting, finish)])
+        (took,) = meeting.slowest([sample(call, calls, meeting)])
         if took >= _PLENTY:
             return took / calls
         # The quickest of several: a disturbance here would make every sample too short.
-        extra = [sample(call, calls, meeting, finish) for _ in range(_EXTRA_SAMPLES)]
+        extra = [sample(call, calls, meeting) for _ in range(_EXTRA_SAMPLES)]
         took = min(took, *meeting.slowest(extra))
         if took >= _ENOUGH:
             return took / calls

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property
 from itertools import starmap
 from math import prod
 from typing import Any, Final
@@ -13,25 +11,16 @@ import numpy as np
 
 import arraycomm
 from arraycomm._arrays.buffer import Array
-from arraycomm.cli.bench.contenders import Contender, Field, UnsupportedError, pattern
+from arraycomm.cli.bench.contenders import Contender, Field, as_array, as_numpy, pattern
 
 Shapes = tuple[tuple[int, ...], ...]
 
 _FLOAT: Final = np.dtype(np.float32)
-# Returned in place of an answer: the results of a tree are verified in the case's memory.
-_NO_ARRAY: Final = np.empty(0)
 
 
-@dataclass(frozen=True)
-class Shape:
-    """The shapes of a tree of float32."""
-
-    leaves: Shapes
-
-    @cached_property
-    def nbytes(self) -> int:
-        """Bytes of all leaves."""
-        return _FLOAT.itemsize * sum(map(prod, self.leaves))
+def nbytes_of(shapes: Shapes) -> int:
+    """Return the bytes of a tree of float32 with these shapes."""
+    return _FLOAT.itemsize * sum(map(prod, shapes))
 
 
 def _resnet50() -> Shapes:
@@ -62,9 +51,9 @@ def _gpt2() -> Shapes:
 
 
 TREES: Final = {
-    "ResNet-50": Shape(_resnet50()),
-    "GPT-2": Shape(_gpt2()),
-    "1,000 leaves": Shape(tuple((1000 + leaf,) for leaf in range(1000))),
+    "ResNet-50": _resnet50(),
+    "GPT-2": _gpt2(),
+    "1,000 leaves": tuple((1000 + leaf,) for leaf in range(1000)),
 }
 
 
@@ -72,15 +61,14 @@ class TreeCase:
     """One tree to sum, and memory for the results; all contenders use the same memory."""
 
     def __init__(self, name: str, rank: int, size: int) -> None:
-        self.dtype_name = _FLOAT.name
-        self.nbytes = TREES[name].nbytes
-        shapes = TREES[name].leaves
+        shapes = TREES[name]
+        self.dtype_name, self.nbytes = _FLOAT.name, nbytes_of(shapes)
         self.x = [_leaf(number, rank, shape) for number, shape in enumerate(shapes)]
         self.y = [np.zeros(shape, _FLOAT) for shape in shapes]
         self._size = size
 
     def verify(self, contender: Contender) -> str:
-        """Return what is wrong with a contender's answer on this rank, or an empty string."""
+        """Return what is wrong with what a contender leaves in `y` on this rank, or nothing."""
         for leaf in self.y:
             leaf[...] = 0
         contender.answer()
@@ -106,11 +94,9 @@ def keys_of_trees(framework: str) -> list[str]:
 
 def make_for_tree(key: str, framework: str, case: TreeCase, field: Field) -> Contender:
     """Return a contender, or raise `UnsupportedError`."""
-    x, y = _arrays(case.x, framework), _arrays(case.y, framework)
+    x, y = ([as_array(leaf, framework) for leaf in leaves] for leaves in (case.x, case.y))
     call: Callable[[], Any]
     if key == "gloo":
-        if framework != "torch":
-            raise UnsupportedError("gloo reduces torch tensors")
         return _gloo(x, case, field)
     if key == "mpi4py":
         return _leaf_by_leaf(framework, x, y, field)
@@ -140,23 +126,18 @@ def _leaf_by_leaf(framework: str, x: list[Any], y: list[Any], field: Field) -> C
         for _ in starmap(field.mpi.Allreduce, pairs):
             pass
 
-    def answer() -> Array:
-        # `y` is the memory in which `TreeCase.verify` looks for results.
-        call()
-        return _NO_ARRAY
-
-    return Contender("mpi4py", framework, call, answer)
+    return Contender("mpi4py", framework, call, call)
 
 
 def _gloo(x: list[Any], case: TreeCase, field: Field) -> Contender:
-    buffers = _arrays([np.zeros(leaf.shape, _FLOAT) for leaf in case.x], "torch")
+    buffers = [as_array(np.zeros(leaf.shape, _FLOAT), "torch") for leaf in case.x]
     reduce = field.torch_distributed("gloo").all_reduce
 
     def call() -> None:
         for buffer in buffers:
             reduce(buffer)
 
-    def answer() -> Array:
+    def answer() -> None:
         for buffer, leaf in zip(buffers, x, strict=True):
             buffer.copy_(leaf)
         call()
@@ -164,19 +145,11 @@ def _gloo(x: list[Any], case: TreeCase, field: Field) -> Contender:
         # gloo sums in place: values other than zeros would grow from call to call.
         for buffer in buffers:
             buffer.zero_()
-        return _NO_ARRAY
 
     return Contender("gloo", "torch", call, answer)
 
 
-def _kept(case: TreeCase, results: Any) -> Array:
+def _kept(case: TreeCase, results: Any) -> None:
     """Copy results to where `TreeCase.verify` looks for them."""
     for leaf, result in zip(case.y, results, strict=True):
-        leaf[...] = arraycomm.exchange(result, "numpy")
-    return _NO_ARRAY
-
-
-def _arrays(leaves: list[Array], framework: str) -> list[Any]:
-    if framework == "numpy":
-        return leaves
-    return [arraycomm.exchange(leaf, framework) for leaf in leaves]
+        leaf[...] = as_numpy(result)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from arraycomm.cli.bench.lines import Line
-from arraycomm.cli.bench.trees import TREES
+from arraycomm.cli.bench.trees import TREES, nbytes_of
 
 Entry = tuple[str, str]  # framework and contender
 
@@ -58,7 +58,7 @@ CLAIMS: Final = (
     *(
         Claim(
             f"a tree, {name}, NumPy: `plan(tree)` against one `Allreduce(x, y)` of mpi4py a leaf",
-            *("at most 0.67", "float32", TREES[name].nbytes),
+            *("at most 0.67", "float32", nbytes_of(TREES[name])),
             *(("numpy", "plan"), ("numpy", "mpi4py")),
             name,
         )
@@ -67,7 +67,7 @@ CLAIMS: Final = (
     *(
         Claim(
             f"a tree, {name}, torch: `plan(tree)` against one `all_reduce(x)` of gloo a leaf",
-            *("at most 0.33", "float32", TREES[name].nbytes),
+            *("at most 0.33", "float32", nbytes_of(TREES[name])),
             *(("torch", "plan"), ("torch", "gloo")),
             name,
         )

@@ -51,8 +51,8 @@ Call = Callable[..., Any]
 def _works() -> Iterator[tuple[str, list[Any]]]:
     for name, nbytes in _SIZES.items():
         yield name, [np.ones(nbytes // 4, np.float32)]
-    for name, tree in TREES.items():
-        yield f"a tree, {name}", [np.ones(shape, np.float32) for shape in tree.leaves]
+    for name, shapes in TREES.items():
+        yield f"a tree, {name}", [np.ones(shape, np.float32) for shape in shapes]
     # TCP has measured the link by then, and may pace what it sends.
     yield "64 KB, after these", [np.ones(16 << 10, np.float32)]
 
