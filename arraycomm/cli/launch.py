@@ -38,8 +38,7 @@ def launcher_for(
     except BackendUnavailableError as error:
         print(
             f"{command}: {ranks} rank{'s need' if ranks > 1 else ' needs'} an MPI and its "
-            "launcher, but "
-            f"{error}; install one with: pip install 'arraycomm[mpich]'{otherwise}",
+            f"launcher, but {error}; install one with: pip install 'arraycomm[mpich]'{otherwise}",
             file=sys.stderr,
         )
         return None

@@ -93,8 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
     if ended.cut_off:
         print(
             f"run: {_named(ended.cut_off)} had not ended when another rank left without MPI's end, "
-            "as by "
-            "os._exit; the launcher has ended all",
+            "as by os._exit; the launcher has ended all",
             file=sys.stderr,
         )
     return ended.status

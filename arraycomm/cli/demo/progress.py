@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 _LINES: Final = 4
 _WIDTH: Final = 79
 
 
-class Progress(Protocol):
-    """Shows how many epochs have ended."""
+class Progress:
+    """Shows how many epochs have ended; this one shows nothing."""
 
     def epoch(self, number: int, loss: float) -> None:
         """Show that the epoch `number`, counted from 1, ended with this mean loss."""
@@ -22,21 +22,13 @@ class Progress(Protocol):
 def make_progress(how: str, epochs: int, *, visible: bool) -> Progress:
     """Return an object that shows the progress of this many epochs; `how` is "bar" or "lines"."""
     if not visible:
-        return _Nothing()
+        return Progress()
     if how == "bar" and find_spec("tqdm") is not None:
         return _Bar(epochs)
     return _Lines(epochs)
 
 
-class _Nothing:
-    def epoch(self, number: int, loss: float) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
-class _Lines:
+class _Lines(Progress):
     def __init__(self, epochs: int) -> None:
         self._epochs = epochs
         self._every = -(-epochs // _LINES)
@@ -45,11 +37,8 @@ class _Lines:
         if number % self._every == 0 or number == self._epochs:
             print(f"      epoch {number:3} of {self._epochs}: loss {loss:.3f}", flush=True)
 
-    def close(self) -> None:
-        pass
 
-
-class _Bar:
+class _Bar(Progress):
     def __init__(self, epochs: int) -> None:
         from tqdm import tqdm
 

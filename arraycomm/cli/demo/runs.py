@@ -6,7 +6,6 @@ All runs share one job, since loading MPI, the frameworks and the data takes lon
 from __future__ import annotations
 
 import importlib
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from typing import Final, NamedTuple, Protocol
 import numpy as np
 
 import arraycomm as ac
+from arraycomm._launch.launchers import cores
 from arraycomm.cli.demo import data, picture, verdict
 from arraycomm.cli.demo.progress import Progress, make_progress
 
@@ -94,7 +94,7 @@ def perform(
     comm: ac.Communicator,
     progress: Progress,
 ) -> verdict.Outcome:
-    """Train on all ranks and then on one; return the outcome, the same on every rank."""
+    """Train on all ranks and then on one; return the outcome, with this rank's seconds."""
     train, test = samples
     _module(run.by_rank[comm.rank])  # loaded before the clock runs
     began, communicated = time.perf_counter(), _communicating(comm)
@@ -107,24 +107,17 @@ def perform(
     parameters = trainer.parameters()
     rows = comm.allgather(verdict.flat(parameters))
     accuracy = _accuracy(parameters, test, comm)
-    alone = _alone(run.reference, train, epochs, comm)
-    if alone is None:
-        difference = tolerance = float("nan")
-    else:
-        difference = verdict.difference(parameters, alone.parameters)
-        tolerance = _tolerance(alone.parameters, epochs, len(train))
-    outcome = verdict.Outcome(
+    reference, losses_alone = comm.bcast_object(_alone(run.reference, train, epochs, comm), _ROOT)
+    return verdict.Outcome(
         accuracy,
         verdict.same_bits(rows),
-        difference,
-        tolerance,
+        verdict.difference(parameters, reference),
+        verdict.tolerance(reference, epochs * data.steps_per_epoch(len(train))),
         seconds,
         communicated,
         losses,
-        alone.losses if alone else [],
+        losses_alone,
     )
-    result: verdict.Outcome = comm.bcast_object(outcome, root=_ROOT)
-    return result
 
 
 def fit(
@@ -156,17 +149,10 @@ def _module(framework: str) -> ModuleType:
     return importlib.import_module(f"arraycomm.cli.demo.{framework}")
 
 
-class Alone(NamedTuple):
-    """What the run in one process came to."""
-
-    parameters: data.Linear
-    losses: list[float]
-
-
 def _alone(
     reference: str, samples: list[data.Sample], epochs: int, comm: ac.Communicator
-) -> Alone | None:
-    """Train again on the root alone; return None elsewhere.
+) -> tuple[data.Linear, list[float]] | None:
+    """Train again on the root alone; return the parameters and losses, None elsewhere.
 
     The same global batches, each in one piece, and the framework's own optimizer, not wrapped.
     """
@@ -175,15 +161,8 @@ def _alone(
         return None
     trainer = _trainer(reference, _ROOT, None)
     with alone:
-        hidden = make_progress("lines", epochs, visible=False)
-        losses = fit(trainer, samples, epochs, alone, hidden)
-    return Alone(trainer.parameters(), losses)
-
-
-def _tolerance(parameters: data.Linear, epochs: int, samples: int) -> float:
-    scale = float(np.max(np.abs(verdict.flat(parameters))))
-    steps = epochs * data.steps_per_epoch(samples)
-    return verdict.tolerance(parameters.weight.dtype, steps, scale)
+        losses = fit(trainer, samples, epochs, alone, Progress())
+    return trainer.parameters(), losses
 
 
 def _accuracy(parameters: data.Linear, samples: list[data.Sample], comm: ac.Communicator) -> float:
@@ -220,13 +199,13 @@ def _heading(
 
 def _crowded(comm: ac.Communicator) -> str:
     """Say where most of the time goes if ranks share cores; empty if each has one."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    if not cores or comm.local_size <= cores:
+    count = cores()
+    if comm.local_size <= count:
         return ""
-    shared = "one core" if cores == 1 else f"{cores} cores"
+    shared = "one core" if count == 1 else f"{count} cores"
     return (
         f"\n{comm.local_size} ranks share {shared}: a rank that waits for a core keeps the others "
-        f"waiting in communication.\nWith --ranks {cores} each rank has a core of its own."
+        f"waiting in communication.\nWith --ranks {count} each rank has a core of its own."
     )
 
 

@@ -32,7 +32,7 @@ class Outcome(NamedTuple):
     losses_alone: list[float]
 
 
-def tolerance(dtype: Any, steps: int, scale: float) -> float:
+def tolerance(parameters: Linear, steps: int) -> float:
     """Return how far the parameters of two correct runs, which sum in different orders, can differ.
 
     In each step rounding alone moves two runs apart:
@@ -42,12 +42,13 @@ def tolerance(dtype: Any, steps: int, scale: float) -> float:
       often up as down (the worst case, B · eps, does not occur; Higham and Mary, "A new approach
       to probabilistic rounding error analysis", 2019). The sums in the forward pass are shorter.
       A parameter changes by this difference times the learning rate.
-    - The new parameter is rounded by half an eps of its size, `scale`, in each of the two runs.
+    - The new parameter is rounded by half an eps of its size, in each of the two runs.
 
     A step does not enlarge the distance of two runs, since the loss is convex and the learning rate
     below 2 / L. So the contributions of all steps add up to at most `steps` times the above.
     """
-    eps = float(np.finfo(dtype).eps)
+    eps = float(np.finfo(parameters.weight.dtype).eps)
+    scale = float(np.max(np.abs(flat(parameters))))
     return steps * eps * (LEARNING_RATE * math.sqrt(GLOBAL_BATCH) + scale)
 
 
