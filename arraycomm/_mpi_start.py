@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -164,6 +164,11 @@ def open_over_mpi(mpi_comm: Any, arguments: Arguments) -> Opened:
     except Exception:
         transport.free()
         raise
+    return open_root(transport, options, request)
+
+
+def open_root(transport: Transport, options: Options, request: DeviceRequest) -> Opened:
+    """Open the group of a transport's ranks; collective."""
     group = Group(transport, options)
     devices = Devices(group, request)
     runner = Runner(group, devices)
@@ -192,13 +197,18 @@ def _compare_versions(mpi_comm: Any) -> None:
 
     What is exchanged here is text, which any version can read.
     """
-    if len(set(mpi_comm.allgather(code_digest()))) == 1:
-        return
-    versions = mpi_comm.allgather(_version())
-    raise MismatchError(
-        f"init: ranks run different versions of arraycomm: {by_ranks(versions)}; install the same "
-        "version for all ranks, and start the program again"
-    )
+    if len(set(mpi_comm.allgather(code_digest()))) > 1:
+        version = f"{installed_version()} in {os.path.dirname(__file__)} (code {code_digest()})"
+        refuse_different(mpi_comm.allgather(version))
+
+
+def refuse_different(versions: Sequence[str]) -> None:
+    """Raise if ranks have different versions of arraycomm."""
+    if len(set(versions)) > 1:
+        raise MismatchError(
+            f"init: ranks run different versions of arraycomm: {by_ranks(versions)}; install the "
+            "same version for all ranks, and start the program again"
+        )
 
 
 def code_digest() -> str:
@@ -218,10 +228,6 @@ def installed_version() -> str:
         return version("arraycomm")
     except PackageNotFoundError:
         return "0+unknown"
-
-
-def _version() -> str:
-    return f"{installed_version()} in {os.path.dirname(__file__)} (code {code_digest()})"
 
 
 def _checked_by_all(

@@ -7,17 +7,16 @@ import os
 from dataclasses import replace
 from typing import Protocol
 
-from arraycomm._calls.runner import Runner
 from arraycomm._callsite import describe_raise
-from arraycomm._cuda.devices import DeviceRequest, Devices
-from arraycomm._errors import BackendUnavailableError, MismatchError, text_of
+from arraycomm._cuda.devices import DeviceRequest
+from arraycomm._errors import BackendUnavailableError, text_of
 from arraycomm._launch.joining import join
 from arraycomm._launch.numbering import Numbering, without_mpi
-from arraycomm._mpi_start import Arguments, Init, Opened, code_digest
+from arraycomm._mpi_start import Arguments, Opened, code_digest, open_root, refuse_different
 from arraycomm._protocol.details import Detail, Failure, Nothing
-from arraycomm._protocol.ends.exit import add_root, refuse_forked_child, watch_exit
-from arraycomm._protocol.group import Group, Options
-from arraycomm._protocol.mismatch import by_ranks, peer_error
+from arraycomm._protocol.ends.exit import refuse_forked_child, watch_exit
+from arraycomm._protocol.group import Options
+from arraycomm._protocol.mismatch import peer_error
 from arraycomm._transports.processes.lives import find_lives
 from arraycomm._transports.processes.transport import ProcessesTransport, meet
 
@@ -65,22 +64,13 @@ def open_on_node(store: Store, rank: int, size: int, arguments: Arguments) -> Op
             f"several containers; {without_mpi(size)}"
         )
     lives = find_lives(store.set, get, rank, size)
-    group = Group(ProcessesTransport(memory, rank, size, lives), options)
-    devices = Devices(group, request)
-    runner = Runner(group, devices)
-    add_root(group)
-    return Opened(runner, runner.call(Init, options, request.backend, devices.device_name))
+    return open_root(ProcessesTransport(memory, rank, size, lives), options, request)
 
 
 def _compare_versions(store: Store, rank: int, size: int) -> None:
     """Raise on every rank if their versions differ: they would misread one another's headers."""
     store.set(f"version/{rank}", code_digest())
-    versions = [store.get(f"version/{other}").decode() for other in range(size)]
-    if len(set(versions)) > 1:
-        raise MismatchError(
-            f"init: ranks run different versions of arraycomm: {by_ranks(versions)}; install the "
-            "same version for all ranks, and start the program again"
-        )
+    refuse_different([store.get(f"version/{other}").decode() for other in range(size)])
 
 
 def _checked_by_all(

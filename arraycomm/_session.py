@@ -64,13 +64,10 @@ _NO: Final = ("0", "false", "no", "off")
 class _Session:
     """The world that `init` has made in this process, and the arguments it was made with."""
 
-    world: Communicator | None = None
+    world: Communicator | None
     arguments: dict[str, Any]
+    # How the ranks communicate.
     facts: list[str]
-
-    def begin(self, made: Communicator, arguments: dict[str, Any], found: list[str]) -> None:
-        """Remember a new world, what it was made with, and how its ranks communicate."""
-        self.world, self.arguments, self.facts = made, arguments, found
 
     def show(self, verbose: bool) -> None:
         """Print on rank 0 how the ranks communicate, if that was asked for."""
@@ -193,7 +190,8 @@ def init(
         given.checked(local_rank=0, local_size=1)
     opened = _open_world(start, given)
     use_threads(threads_for(opened.runner.group.transport.local_size, os.environ))
-    _session.begin(Communicator(opened.runner), arguments, facts(*opened))
+    _session.world, _session.arguments = Communicator(opened.runner), arguments
+    _session.facts = facts(*opened)
     environment.begin(opened.runner)
     _session.show(verbose)
     return world()
@@ -342,7 +340,7 @@ def finalize() -> None:
 
 
 def _is_nothing_left(runner: Runner) -> bool:
-    """Complete what is outstanding; tell whether nothing can arrive any more, on any rank."""
+    """Complete what is outstanding; return whether nothing can arrive any more, on any rank."""
     root = runner.group
     for group in root.related:
         complete(group)
@@ -364,11 +362,7 @@ def _check(backend: Any, verbose: Any, report_after: Any) -> None:
         raise ValueError(f"init: backend must be one of {', '.join(_BACKENDS)}; got {backend!r}")
     if not isinstance(verbose, bool):
         raise TypeError(f"init: verbose must be True or False; got {verbose!r}")
-    _choose_report(report_after)
-
-
-def _choose_report(report_after: Any) -> None:
-    """Set when this process says whom it waits for; a first `init` may leave it to the variable."""
+    # A first `init` may leave it to the variable.
     if not isinstance(report_after, _Default):
         still_waiting.choose(report_after)
     elif _session.world is None:
@@ -425,7 +419,11 @@ def _compare_with_first(comm: Communicator, backend: str, passed: dict[str, Any]
 
 def _open_world(start: Start, arguments: Arguments) -> Opened:
     if start.backend in ("mpi", "nccl"):
-        return _open_mpi_world(arguments)
+        mpi_transport(seconds_of(arguments.timeout))
+        from mpi4py import MPI
+
+        refuse_other_launcher(_launch.detect(os.environ))
+        return open_over_mpi(MPI.COMM_WORLD, arguments)
     if start.numbering is not None:
         return open_by_numbers(start.numbering, arguments)
     if start.backend == "threads":
@@ -441,11 +439,3 @@ def _open_alone(arguments: Arguments) -> Opened:
     group = Group(SelfTransport(), options)
     devices = Devices(group, request)
     return Opened(Runner(group, devices), [devices.device_name])
-
-
-def _open_mpi_world(arguments: Arguments) -> Opened:
-    mpi_transport(seconds_of(arguments.timeout))
-    from mpi4py import MPI
-
-    refuse_other_launcher(_launch.detect(os.environ))
-    return open_over_mpi(MPI.COMM_WORLD, arguments)

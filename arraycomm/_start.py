@@ -33,13 +33,11 @@ def choose_start(backend: str) -> Start:
     if backend in ("self", "threads"):
         return Start(backend)
     launch = _launch.detect(os.environ)
-    launched = launch is not None or mpi_has_peers()
-    connected = mpi_has_peers() or _connects(launch)
-    if connected and backend != "processes":
+    has_peers = mpi_has_peers()
+    launched = launch is not None or has_peers
+    alone = backend == "auto" and launch is not None and launch.size == 1 and not has_peers
+    if backend != "processes" and (has_peers or _connects(launch)):
         _refuse_contradiction(launch)
-        alone = (
-            backend == "auto" and launch is not None and launch.size == 1 and not mpi_has_peers()
-        )
         return Start("mpi" if backend == "auto" else backend, launched, alone=alone)
     found = numbering(os.environ)
     if backend == "processes":
@@ -47,7 +45,6 @@ def choose_start(backend: str) -> Start:
     if found is None and not launched:
         _refuse_hidden_launcher()
     if found is None or found.size == 1:
-        alone = backend == "auto" and launch is not None and launch.size == 1
         chosen = ("mpi" if launched else "self") if backend == "auto" else backend
         return Start(chosen, launched, alone=alone)
     if backend == "auto":

@@ -20,17 +20,7 @@ from arraycomm._reduce import chain, selection
 from arraycomm._reduce.segment import opened
 from arraycomm._reduce.selection import Algorithm
 from arraycomm._trace.clocks import now
-from arraycomm._trace.records import (
-    CALL,
-    IRECV,
-    ISEND,
-    MAX_RECORDS,
-    RECV,
-    REQUEST,
-    SEND,
-    WAIT,
-    Record,
-)
+from arraycomm._trace.records import CALL, MAX_RECORDS, REQUEST, WAIT, Record
 from arraycomm._transports.base import Handle, Steps
 
 # How elements have moved, if that is not an algorithm of a reduction: by the link's own movement.
@@ -149,11 +139,8 @@ class Recorder:
         *,
         awaited: bool,
     ) -> Steps:
-        """Return the steps of a message, recorded."""
-        if operation == "send":
-            call = _Call(SEND if awaited else ISEND, operation, site)
-        else:
-            call = _Call(RECV if awaited else IRECV, operation, site)
+        """Return the steps of a message, recorded; `operation` is "send" or "recv"."""
+        call = _Call(operation if awaited else f"i{operation}", operation, site)
         call.described, call.nbytes = message.doing, message.nbytes
         call.peer = -1 if message.peer is None else message.peer
         call.tag = -1 if message.tag is None else message.tag

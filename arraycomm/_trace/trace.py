@@ -22,20 +22,15 @@ from arraycomm._trace.records import Clock, Part
 from arraycomm._transports.base import Steps
 
 
-class BeginTrace(Operation):
-    """The beginning of a trace: the ranks compare their clocks; rank 0 sees that it can write."""
+class CompareClocks(Operation):
+    """A step of a trace in which the ranks compare their clocks."""
 
     name = "trace"
 
-    def __init__(self, context: Context, path: Any, by: str) -> None:
+    def __init__(self, context: Context, call: str) -> None:
         super().__init__(context)
-        path = os.fspath(path) if isinstance(path, os.PathLike) else path
-        if not isinstance(path, str):
-            raise TypeError(f"path must be a str or a pathlib.Path; got {path!r}")
-        self.signature = Signature(self.name, f"begin {path}{by}")
+        self.signature = Signature(self.name, call)
         self._run = os.urandom(8).hex()
-        if self.group.rank == 0:
-            files.prepare(path)
 
     def steps(self, agreement: Agreement) -> Steps:
         self._found = yield from clocks.compare(self.group, self._run)
@@ -44,20 +39,16 @@ class BeginTrace(Operation):
         return self._found
 
 
-class EndTrace(Operation):
-    """The end of a trace: the ranks compare their clocks once more."""
+class BeginTrace(CompareClocks):
+    """The beginning of a trace: rank 0 sees that it can write."""
 
-    name = "trace"
-
-    def __init__(self, context: Context) -> None:
-        super().__init__(context)
-        self.signature = Signature(self.name, "end")
-
-    def steps(self, agreement: Agreement) -> Steps:
-        self._found, _ = yield from clocks.compare(self.group, "")
-
-    def result(self, agreement: Agreement) -> Clock:
-        return self._found
+    def __init__(self, context: Context, path: Any, by: str) -> None:
+        path = os.fspath(path) if isinstance(path, os.PathLike) else path
+        if not isinstance(path, str):
+            raise TypeError(f"path must be a str or a pathlib.Path; got {path!r}")
+        super().__init__(context, f"begin {path}{by}")
+        if self.group.rank == 0:
+            files.prepare(path)
 
 
 @entries()
@@ -103,7 +94,7 @@ class Trace(ProcessBound):
         self.save()
         told = isinstance(error, ArrayCommError) or is_known(error)
         if isinstance(error, Exception) and not told and self._runner.group.closed is None:
-            self._runner.fail(BeginTrace.name, error)
+            self._runner.fail(CompareClocks.name, error)
 
     @property
     def is_own(self) -> bool:
@@ -122,7 +113,8 @@ class Trace(ProcessBound):
         """End the trace; rank 0 writes it. Collective."""
         self.stop()
         try:
-            self._part.clocks.append(self._runner.call(EndTrace))
+            clock, _ = self._runner.call(CompareClocks, "end")
+            self._part.clocks.append(clock)
             parts = self._runner.call(GatherObject, self._gathered(), 0)
         except BaseException:
             self.save()
