@@ -10,7 +10,7 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from opcode import opmap
 from types import FrameType, TracebackType
 from typing import Final
@@ -149,7 +149,8 @@ def _shows_all() -> bool:
 
 def _trim(error: BaseException, seen: set[int]) -> None:
     seen.add(id(error))
-    above = set(_numbers_above())
+    # A traceback has these from an earlier raise. Not the frames, which would refer to themselves.
+    above = {id(frame) for frame, _ in traceback.walk_stack(sys._getframe())}
     kept = [
         step
         for step in _steps(error.__traceback__)
@@ -159,17 +160,6 @@ def _trim(error: BaseException, seen: set[int]) -> None:
     for linked in (error.__cause__, error.__context__):
         if linked is not None and id(linked) not in seen and _is_inside(linked):
             _trim(linked, seen)
-
-
-def _numbers_above() -> Iterator[int]:
-    """Yield the id of each running frame: a traceback has these from an earlier raise.
-
-    Not the frames, which would refer to themselves.
-    """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        yield id(frame)
-        frame = frame.f_back
 
 
 def _is_hidden(filename: str) -> bool:
@@ -193,15 +183,11 @@ def describe_raise(error: BaseException) -> str:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and is_ours(frame.f_code.co_filename):
         frame = frame.f_back
-    return _describe(error, [] if frame is None else traceback.extract_stack(frame))
+    return describe_exception(error, [] if frame is None else traceback.extract_stack(frame))
 
 
-def describe_exception(error: BaseException) -> str:
-    """Return the traceback as text."""
-    return _describe(error, [])
-
-
-def _describe(error: BaseException, outer: list[traceback.FrameSummary]) -> str:
+def describe_exception(error: BaseException, outer: Sequence[traceback.FrameSummary] = ()) -> str:
+    """Return the traceback as text, below the frames `outer`."""
     described = traceback.TracebackException.from_exception(error)
     described.stack = traceback.StackSummary.from_list([*outer, *described.stack])
     if not _shows_all():

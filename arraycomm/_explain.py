@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import Any, Final
 
 from arraycomm._arrays.views import view
@@ -116,9 +117,7 @@ def _explanation(comm: Communicator, x: Any, op: str | Op) -> Explanation:
     if not isinstance(op, Op):
         check_op(op)
         check_reducible(source.dtype, op)
-    nbytes = source.dtype.itemsize
-    for length in source.shape:
-        nbytes *= length
+    nbytes = source.dtype.itemsize * prod(source.shape)
     staged = device_link is not None and device_link.name == "staged"
     # Arrays that are staged are reduced by the host's algorithms.
     link = group.transport if device_link is None or staged else device_link

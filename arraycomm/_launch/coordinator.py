@@ -295,8 +295,7 @@ class Coordinator(threading.Thread):
                 BackendUnavailableError,
                 f"init: process 0 was told that there are {self._size} processes, and process "
                 f"{rank} that there are {said['size']}; start them with the same number, and each "
-                "with a "
-                "number of its own",
+                "with a number of its own",
             )
         elif first is not guest:
             self._fail(

@@ -32,18 +32,14 @@ class Launcher(NamedTuple):
 
     def command(self, ranks: int, *, threads: int = 1, fault_tolerant: bool = False) -> list[str]:
         """Return the words that start a command on so many ranks, each with so many threads."""
-        return [self.path, *self._options(threads, fault_tolerant), "-n", str(ranks)]
-
-    def _options(self, threads: int, fault_tolerant: bool) -> list[str]:
-        if self.family != OPEN_MPI:
-            return []
-        # Without the first, Open MPI starts no more ranks than there are cores; without the second
-        # it gives all threads of a rank one core.
-        return [
-            "--oversubscribe",
-            *(["--bind-to", "none"] if threads > 1 else []),
-            *(["--with-ft", "ulfm"] if fault_tolerant else []),
-        ]
+        options = []
+        if self.family == OPEN_MPI:
+            # Without the first, Open MPI starts no more ranks than there are cores; without the
+            # second it gives all threads of a rank one core.
+            options += ["--oversubscribe"]
+            options += ["--bind-to", "none"] if threads > 1 else []
+            options += ["--with-ft", "ulfm"] if fault_tolerant else []
+        return [self.path, *options, "-n", str(ranks)]
 
     def environment(self, base: Mapping[str, str], threads: int = 1) -> dict[str, str]:
         """Return the variables with which it starts ranks; those that are set stay."""
