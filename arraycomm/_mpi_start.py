@@ -14,7 +14,8 @@ from arraycomm._calls.operation import Context
 from arraycomm._calls.runner import Runner
 from arraycomm._callsite import describe_raise
 from arraycomm._collectives.groups import SmallExchange
-from arraycomm._cuda.devices import DeviceRequest, Devices
+from arraycomm._cuda.device import DeviceRequest
+from arraycomm._cuda.devices import Devices
 from arraycomm._errors import BackendUnavailableError, MismatchError, text_of
 from arraycomm._launch import ADDRESS, SRUN, Launch, detect
 from arraycomm._launch.library import MPICH, family_of

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from arraycomm._callsite import describe_raise
-from arraycomm._cuda.devices import DeviceRequest
+from arraycomm._cuda.device import DeviceRequest
 from arraycomm._errors import BackendUnavailableError, text_of
 from arraycomm._launch.joining import join
 from arraycomm._launch.numbering import Numbering, without_mpi

@@ -32,14 +32,10 @@ def _torch() -> Any:
     return sys.modules["torch"]
 
 
-def _torch_on_cuda() -> Any:
-    torch = imported("torch")
-    return torch if torch is not None and torch.cuda.is_initialized() else None
-
-
 def _torch_stream(device: int | None) -> Any:
-    torch = _torch_on_cuda()
-    return None if torch is None else torch.cuda.current_stream(device)
+    torch = imported("torch")
+    in_use = torch is not None and torch.cuda.is_initialized()
+    return torch.cuda.current_stream(device) if in_use else None
 
 
 def _in_torch_stream(stream: Any) -> Any:
@@ -73,12 +69,8 @@ STATES: Final[dict[str, State]] = {
 class Caller:
     """What was current in the thread that makes this object, which is the caller's.
 
-    Parameters
-    ----------
-    device : int or None
-        The device whose current streams are meant; None for the current one.
-    stream : int, optional
-        What is to be every framework's current stream on that device, in place of the caller's.
+    Current streams are those of `device`, or of the current one. With `stream` this is to be every
+    framework's current stream there, in place of the caller's.
     """
 
     def __init__(self, device: int | None, stream: int | None = None) -> None:
@@ -118,11 +110,7 @@ class Waiters:
     If they waited as soon as the work is on the device, two requests could wait for each other:
     each rank puts requests of several communicators there in an order of its own, and what is
     called next waits for the caller's stream. The memory that the device uses is kept until then.
-
-    Parameters
-    ----------
-    memory : DeviceMemory
-        Has the request's work in its stream.
+    The request's work is in the stream of `memory`.
     """
 
     def __init__(self, memory: DeviceMemory) -> None:

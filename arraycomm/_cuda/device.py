@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final, Self
 
 import numpy as np
@@ -16,7 +17,7 @@ from arraycomm._cuda.driver import NOT_READY, call, check, status_of
 from arraycomm._cuda.kernels import Kernels
 from arraycomm._cuda.streams import cupy_stream
 from arraycomm._dtypes import DType
-from arraycomm._errors import TransportError
+from arraycomm._errors import BackendUnavailableError, TransportError
 
 # cudaErrorInsufficientDriver
 _INSUFFICIENT_DRIVER: Final = 35
@@ -81,6 +82,29 @@ def choose_device(local_rank: int, wanted: str | None) -> int:
             "from 0; look at CUDA_VISIBLE_DEVICES"
         )
     return int(found[1])
+
+
+@dataclass(frozen=True)
+class DeviceRequest:
+    """What `init` was asked for: a backend ("nccl" requires NCCL, "mpi" rules it out), a device."""
+
+    backend: str = "auto"
+    device: str | None = None
+
+    @classmethod
+    def checked(cls, backend: str, device: str | None) -> DeviceRequest:
+        """Return the request, or raise if it cannot be met here."""
+        if device in (None, "cpu") and backend != "nccl":
+            return cls(backend, device)
+        if not isinstance(device, str | None):
+            raise TypeError(f'init: device must be "cpu", "cuda" or "cuda:1"; got {device!r}')
+        reason = missing()
+        if reason is not None:
+            wanted = f"device {device!r}" if backend != "nccl" else f"backend {backend!r}"
+            raise BackendUnavailableError(f"init: {wanted} cannot be had: {reason}")
+        if device != "cpu":
+            choose_device(0, device)
+        return cls(backend, device)
 
 
 def uuid(device: int) -> str:
@@ -213,29 +237,27 @@ class CudaMemory(DeviceMemory):
         _Event(self.device, self.stream).synchronize()
 
     def fold(self, op: str, dtype: DType, rows: Sequence[DeviceBuffer], out: DeviceBuffer) -> None:
-        if not len(out):
-            return
-        addresses = [row.address for row in rows]
-        with current(self.device):
-            self._kernels.fold(op, dtype, addresses, out.address, len(out), self.stream)
+        self._reduce("fold", op, dtype, rows, [out])
 
     def prefixes(
         self, op: str, dtype: DType, rows: Sequence[DeviceBuffer], outs: Sequence[DeviceBuffer]
     ) -> None:
-        if not len(outs[0]):
-            return
-        addresses, into = [row.address for row in rows], [out.address for out in outs]
+        self._reduce("prefixes", op, dtype, rows, outs)
+
+    def _reduce(
+        self,
+        kernel: str,
+        op: str,
+        dtype: DType,
+        rows: Sequence[DeviceBuffer],
+        outs: Sequence[DeviceBuffer],
+    ) -> None:
+        sources, targets = ([each.address for each in buffers] for buffers in (rows, outs))
         with current(self.device):
-            self._kernels.prefixes(op, dtype, addresses, into, len(outs[0]), self.stream)
+            self._kernels.reduce(kernel, op, dtype, sources, targets, len(outs[0]), self.stream)
 
     def gather_pieces(self, pieces: Sequence[Piece], target: DeviceBuffer) -> None:
-        filled = [piece for piece in pieces if piece[2]]
-        if not filled:
-            return
-        plain = [
-            (0 if device_buffer is None else device_buffer.address, at, size)
-            for device_buffer, at, size in filled
-        ]
+        plain = [(0 if source is None else source.address, at, size) for source, at, size in pieces]
         with current(self.device):
             self._kernels.gather_pieces(plain, target.address, self.stream)
 

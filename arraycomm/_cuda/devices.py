@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 from weakref import WeakSet
@@ -23,6 +22,7 @@ from arraycomm._calls.custom_ops import Op
 from arraycomm._calls.placement import HostPlacement, Placements
 from arraycomm._cuda import arrays
 from arraycomm._cuda.callers import Waiters
+from arraycomm._cuda.device import DeviceRequest, choose_device
 from arraycomm._cuda.link import DeviceLink
 from arraycomm._cuda.placement import (
     CopiedPlacement,
@@ -43,31 +43,6 @@ from arraycomm._transports.base import Steps
 
 # Seconds between two looks at the work under way on devices.
 _LOOK: Final = 0.02
-
-
-@dataclass(frozen=True)
-class DeviceRequest:
-    """What `init` was asked for: a backend ("nccl" requires NCCL, "mpi" rules it out), a device."""
-
-    backend: str = "auto"
-    device: str | None = None
-
-    @classmethod
-    def checked(cls, backend: str, device: str | None) -> DeviceRequest:
-        """Return the request, or raise if it cannot be met here."""
-        if device in (None, "cpu") and backend != "nccl":
-            return cls(backend, device)
-        if not isinstance(device, str | None):
-            raise TypeError(f'init: device must be "cpu", "cuda" or "cuda:1"; got {device!r}')
-        from arraycomm._cuda.device import choose_device, missing
-
-        reason = missing()
-        if reason is not None:
-            wanted = f"device {device!r}" if backend != "nccl" else f"backend {backend!r}"
-            raise BackendUnavailableError(f"init: {wanted} cannot be had: {reason}")
-        if device != "cpu":
-            choose_device(0, device)
-        return cls(backend, device)
 
 
 class _Progress:
@@ -152,8 +127,6 @@ class Devices(Placements):
         """Where this rank makes arrays if no argument says where."""
         if self.request.device in (None, "cpu"):
             return "cpu"
-        from arraycomm._cuda.device import choose_device
-
         return f"cuda:{choose_device(self._group.transport.local_rank, self.request.device)}"
 
     # Placements
@@ -391,17 +364,7 @@ class Devices(Placements):
 
 
 class _Watch:
-    """A thread that looks at the work on devices, as long as there is any.
-
-    Parameters
-    ----------
-    name : str
-        The thread's.
-    look : callable
-        Looks at the devices of a communicator.
-    busy : callable
-        Returns whether there is anything left to look at.
-    """
+    """A thread that looks at the work on devices, as long as they are busy."""
 
     def __init__(
         self, name: str, look: Callable[[Devices], None], busy: Callable[[Devices], bool]

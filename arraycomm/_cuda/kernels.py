@@ -52,39 +52,13 @@ LOOKING_BLOCKS: Final = 8
 class Kernels:
     """The kernels on one device; they take addresses.
 
-    Parameters
-    ----------
-    device : int
-        The device's number.
-    allocate : callable
-        Returns so many bytes of device memory, for use in the order of the stream that the kernel
-        is launched on. Called only for more than `MAX_ROWS` rows.
+    For more than `MAX_ROWS` rows `allocate` returns device memory of a number of bytes, for use in
+    the order of the stream that the kernel is launched on.
     """
 
     def __init__(self, device: int, allocate: Callable[[int], DeviceBuffer]) -> None:
         self._device = device
         self._allocate = allocate
-
-    def fold(
-        self, op: str, dtype: DType, rows: Sequence[int], out: int, count: int, stream: int
-    ) -> None:
-        """Fold rows of `count` elements as `arraycomm._folds.fold` does.
-
-        `out` may be the address of the first row.
-        """
-        self._reduce("fold", op, dtype, rows, [out], count, stream)
-
-    def prefixes(
-        self,
-        op: str,
-        dtype: DType,
-        rows: Sequence[int],
-        outs: Sequence[int],
-        count: int,
-        stream: int,
-    ) -> None:
-        """Fold the rows up to row k into `outs[k]`, as `arraycomm._folds.prefixes` does."""
-        self._reduce("prefixes", op, dtype, rows, outs, count, stream)
 
     def gather_pieces(
         self, pieces: Sequence[tuple[int, int, int]], target: int, stream: int
@@ -108,7 +82,7 @@ class Kernels:
         blocks = min(-(-nbytes // CHUNK_BYTES), LOOKING_BLOCKS)
         self._launch("spoil", (), blocks, argument, stream)
 
-    def _reduce(
+    def reduce(
         self,
         kernel: str,
         op: str,
@@ -118,6 +92,10 @@ class Kernels:
         count: int,
         stream: int,
     ) -> None:
+        """Fold rows of `count` elements as the function of `arraycomm._folds` named `kernel` does.
+
+        "fold" has one address in `outs`, which may be that of the first row.
+        """
         if not count:
             return
         argument = np.empty(ROWS_BYTES // 8, np.int64)

@@ -110,14 +110,9 @@ _OPTIONAL: Final = ("ncclCommSplit",)
 
 
 class Library:
-    """One libnccl, or a stand-in for tests.
+    """One libnccl, or a stand-in for tests, with NCCL's functions by their names.
 
-    Parameters
-    ----------
-    functions : object
-        NCCL's functions by their names.
-    current : callable
-        `current(device)` is a context in which that device is the thread's current one.
+    `current(device)` is a context in which that device is the thread's current one.
     """
 
     def __init__(
@@ -150,15 +145,12 @@ class Library:
             return
         raise TransportError(f"NCCL reported: {self._text(code)}")
 
-    def error(self, comm: ctypes.c_void_p) -> TransportError | None:
-        """Return the error of a communicator's operations, if there is one; asks CUDA nothing."""
+    def state(self, comm: ctypes.c_void_p) -> int:
+        """Return the ncclResult_t of a communicator's operations, or raise; asks CUDA nothing."""
         state = ctypes.c_int()
-        try:
-            self.check(self.functions.ncclCommGetAsyncError(comm, ctypes.byref(state)))
-            self.check(state.value)
-        except TransportError as error:
-            return error
-        return None
+        self.check(self.functions.ncclCommGetAsyncError(comm, ctypes.byref(state)))
+        self.check(state.value)
+        return state.value
 
     def _text(self, code: int) -> str:
         """Return the meaning of an ncclResult_t, and NCCL's last warning in this process."""
@@ -251,13 +243,11 @@ class Comm:
 
     def in_progress(self) -> bool:
         """Return whether the last operation is in progress; raise the error of any so far."""
-        state = ctypes.c_int()
-        with self._in_use() as functions:
-            self._library.check(functions.ncclCommGetAsyncError(self._handle, ctypes.byref(state)))
-            self._library.check(state.value)
-            if state.value == _SUCCESS:
+        with self._in_use():
+            state = self._library.state(self._handle)
+            if state == _SUCCESS:
                 self._kept = ()
-        return state.value == _IN_PROGRESS
+        return state == _IN_PROGRESS
 
     def error(self) -> TransportError | None:
         """Return the error of any operation so far; None also while another thread is in NCCL."""
@@ -266,9 +256,12 @@ class Comm:
         try:
             if self._end:
                 return TransportError(f"the NCCL communicator {self._end}")
-            return self._library.error(self._handle)
+            self._library.state(self._handle)
+        except TransportError as error:
+            return error
         finally:
             self._using.release()
+        return None
 
     def abort(self) -> None:
         """End the communicator and its work on the device at once.

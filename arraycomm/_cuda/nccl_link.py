@@ -45,18 +45,10 @@ class _Operation:
 
 
 class NcclLink(DeviceLink):
-    """The link of one rank's device to those of the other ranks.
+    """The link of one rank's device to those of the other ranks, by a `comm` not in progress.
 
-    Parameters
-    ----------
-    comm : Comm
-        NCCL's communicator; not in progress.
-    memory : DeviceMemory
-        The device's. Movements are put on its current stream.
-    rank, size : int
-        This rank's number, and the number of ranks.
-    reproducible : bool
-        Whether floats have to be summed in rank order, which NCCL does not do.
+    Movements are put on the memory's stream. If it is `reproducible`, floats have to be summed in
+    rank order, which NCCL does not do.
     """
 
     name = "nccl"
@@ -122,7 +114,7 @@ class NcclLink(DeviceLink):
     # Movements
 
     def alltoall(self, send: Blocks, recv: Blocks) -> Handle:
-        _copy(recv.block(self.rank), send.block(self.rank))
+        recv.block(self.rank)[...] = send.block(self.rank)
         return self._start([*self._sends(send), *self._recvs(recv)], send.buffer, recv.buffer)
 
     def allgather(self, recv: Blocks) -> Handle:
@@ -139,13 +131,13 @@ class NcclLink(DeviceLink):
     def gather(self, send: DeviceBuffer, recv: Blocks | None, root: int) -> Handle:
         if recv is None:
             return self._start([_send(send, root)] if len(send) else [], send)
-        _copy(recv.block(root), send)
+        recv.block(root)[...] = send
         return self._start(list(self._recvs(recv)), send, recv.buffer)
 
     def scatter(self, send: Blocks | None, recv: DeviceBuffer, root: int) -> Handle:
         if send is None:
             return self._start([_recv(recv, root)] if len(recv) else [], recv)
-        _copy(recv, send.block(root))
+        recv[...] = send.block(root)
         return self._start(list(self._sends(send)), send.buffer, recv)
 
     def bcast(self, buffer: DeviceBuffer, root: int) -> Handle:
@@ -242,10 +234,6 @@ def _send(block: DeviceBuffer, peer: int) -> Call:
 
 def _recv(block: DeviceBuffer, peer: int) -> Call:
     return ("ncclRecv", block.address, len(block), UINT8, peer)
-
-
-def _copy(target: DeviceBuffer, source: DeviceBuffer) -> None:
-    target[...] = source
 
 
 def _in_equal_rows(blocks: Blocks) -> bool:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from arraycomm._arrays.device_memory import DeviceMemory
 from arraycomm._cuda import device, kernels, libnccl
+from arraycomm._cuda.device import DeviceRequest
 from arraycomm._cuda.gpu_aware import gpu_aware
 from arraycomm._cuda.gpu_aware_link import GpuAwareMpiLink
 from arraycomm._cuda.link import LoneLink
@@ -17,18 +17,6 @@ from arraycomm._cuda.staged_link import HostStagedLink
 from arraycomm._protocol.details import Detail, Nothing, exchange_details
 from arraycomm._protocol.group import Group
 from arraycomm._transports.base import Steps
-
-
-class Request(Protocol):
-    """What `init` was asked for; see `DeviceRequest`."""
-
-    @property
-    def backend(self) -> str:
-        """The backend by name."""
-
-    @property
-    def device(self) -> str | None:
-        """The device by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +41,7 @@ class NcclId(Detail):
     digits: str
 
 
-def capabilities(group: Group, request: Request) -> DeviceCapabilities:
+def capabilities(group: Group, request: DeviceRequest) -> DeviceCapabilities:
     """Return what this rank can use; raises nothing, since the other ranks wait for the reply."""
     if group.backend == "threads":
         reason = "ranks within one process share arrays on devices by way of the host"
@@ -65,7 +53,7 @@ def capabilities(group: Group, request: Request) -> DeviceCapabilities:
         return DeviceCapabilities(reason, reason)
 
 
-def _capabilities(group: Group, request: Request) -> DeviceCapabilities:
+def _capabilities(group: Group, request: DeviceRequest) -> DeviceCapabilities:
     reason = device.missing() or kernels.missing() or ""
     local = DeviceCapabilities(reason)
     if not reason:
@@ -78,11 +66,11 @@ def _capabilities(group: Group, request: Request) -> DeviceCapabilities:
     return replace(local, nccl=lacking, version=version, lets_share=lets_share())
 
 
-def _number(group: Group, request: Request) -> int:
+def _number(group: Group, request: DeviceRequest) -> int:
     return device.choose_device(group.transport.local_rank, request.device)
 
 
-def choose(group: Group, request: Request, replies: Sequence[Detail]) -> Steps:
+def choose(group: Group, request: DeviceRequest, replies: Sequence[Detail]) -> Steps:
     """Open the best link that every rank can use; return it, and why it is not NCCL's.
 
     The link is None if a rank has no device.
@@ -120,12 +108,12 @@ def why_not_nccl(found: Sequence[DeviceCapabilities]) -> str:
     return refuse_sharing(uuids, shares) or ""
 
 
-def memory_of(group: Group, request: Request) -> DeviceMemory:
+def memory_of(group: Group, request: DeviceRequest) -> DeviceMemory:
     """Return the memory of this rank's device."""
     return device.CudaMemory(_number(group, request))
 
 
-def _open_nccl(group: Group, request: Request) -> Steps:
+def _open_nccl(group: Group, request: DeviceRequest) -> Steps:
     library = libnccl.load()
     local: Detail = NcclId(library.unique_id().hex()) if group.rank == 0 else Nothing()
     replies = yield from exchange_details(group.control, local, Nothing, NcclId)

@@ -6,9 +6,9 @@ the next one to the host, and the one before back.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Final, Self
+from typing import Final, ParamSpec, Self
 
 from arraycomm._arrays.device_memory import DeviceBuffer, DeviceMemory, Event
 from arraycomm._arrays.pinned import Copy, Staging, pinned, staged_chunks, unstaged_chunks
@@ -20,21 +20,43 @@ from arraycomm._transports.base import Blocks, Bytes, Handle, Steps, Transport
 
 # Bytes of a chunk; the host's allreduce takes chunks of the same size.
 CHUNK: Final = CHUNK_BYTES
+P = ParamSpec("P")
+
+
+class _Sequence:
+    """A movement of several, each of which begins when the one before has finished."""
+
+    def __init__(self, steps: Steps) -> None:
+        self._steps = steps
+        # At once, so that the first copy is put on the stream now.
+        self._waiting: Handle | None = next(steps, None)
+
+    @property
+    def local(self) -> bool:
+        """Whether only this rank's own device is waited for."""
+        return isinstance(self._waiting, _OwnDevice)
+
+    def done(self) -> bool:
+        while self._waiting is not None:
+            if not self._waiting.done():
+                return False
+            self._waiting = next(self._steps, None)
+        return True
+
+
+def _in_sequence(steps: Callable[P, Steps]) -> Callable[P, Handle]:
+    """Make a movement of the movements that a generator yields."""
+
+    def begin(*args: P.args, **kwargs: P.kwargs) -> Handle:
+        return _Sequence(steps(*args, **kwargs))
+
+    return begin
 
 
 class HostStagedLink(DeviceLink):
-    """The host transport's movements, over copies of device memory.
+    """The host transport's movements, over copies of device memory in pinned memory.
 
-    Parameters
-    ----------
-    transport : Transport
-        Joins the hosts.
-    memory : DeviceMemory
-        The device's.
-    staging : Staging, optional
-        Where pinned memory comes from; this process's own by default.
-    chunk : int
-        Bytes of a chunk, for movements that go chunk by chunk; the same on all ranks.
+    By default `staging` is this process's. A `chunk` has the same number of bytes on all ranks.
     """
 
     name = "staged"
@@ -63,10 +85,8 @@ class HostStagedLink(DeviceLink):
         """Return True: the host reduces every dtype, by the same rules as a device."""
         return True
 
-    def allreduce(self, source: DeviceBuffer, target: DeviceBuffer, op: str) -> Handle:
-        return _Sequence(self._allreduce(source, target, op))
-
-    def _allreduce(self, source: DeviceBuffer, target: DeviceBuffer, op: str) -> Steps:
+    @_in_sequence
+    def allreduce(self, source: DeviceBuffer, target: DeviceBuffer, op: str) -> Steps:
         dtype = source.dtype
         sources = staged_chunks(source, self._chunk, self._staging)
         for free, into in unstaged_chunks(target, self._chunk, self._staging):
@@ -75,19 +95,15 @@ class HostStagedLink(DeviceLink):
             reduced = into.view(dtype)
             yield from algorithms.allreduce(self._transport, chunk.view(dtype), reduced, op)
 
-    def bcast(self, buffer: DeviceBuffer, root: int) -> Handle:
-        return _Sequence(self._bcast(buffer, root))
-
-    def _bcast(self, buffer: DeviceBuffer, root: int) -> Steps:
+    @_in_sequence
+    def bcast(self, buffer: DeviceBuffer, root: int) -> Steps:
         chunks = staged_chunks if self.rank == root else unstaged_chunks
         for event, chunk in chunks(buffer, self._chunk, self._staging):
             yield from _wait_for(event)
             yield self._transport.bcast(chunk, root)
 
-    def allgather(self, recv: Blocks) -> Handle:
-        return _Sequence(self._allgather(recv))
-
-    def _allgather(self, recv: Blocks) -> Steps:
+    @_in_sequence
+    def allgather(self, recv: Blocks) -> Steps:
         copy = Copy(self.memory, self._staging)
         step = max(self._chunk // self.size, 1)
         rounds = [_part(recv, start, step) for start in range(0, max(recv.counts), step)]
@@ -109,10 +125,8 @@ class HostStagedLink(DeviceLink):
 
     # In one piece
 
-    def alltoall(self, send: Blocks, recv: Blocks) -> Handle:
-        return _Sequence(self._alltoall(send, recv))
-
-    def _alltoall(self, send: Blocks, recv: Blocks) -> Steps:
+    @_in_sequence
+    def alltoall(self, send: Blocks, recv: Blocks) -> Steps:
         copy = Copy(self.memory, self._staging)
         event, rows = self._take_out(copy, send)
         yield from _wait_for(event)
@@ -120,10 +134,8 @@ class HostStagedLink(DeviceLink):
         yield self._transport.alltoall(rows, into)
         self._put(copy, recv, into)
 
-    def gather(self, send: DeviceBuffer, recv: Blocks | None, root: int) -> Handle:
-        return _Sequence(self._gather(send, recv, root))
-
-    def _gather(self, send: DeviceBuffer, recv: Blocks | None, root: int) -> Steps:
+    @_in_sequence
+    def gather(self, send: DeviceBuffer, recv: Blocks | None, root: int) -> Steps:
         copy = Copy(self.memory, self._staging)
         event, rows = self._take_out(copy, _whole(send))
         yield from _wait_for(event)
@@ -132,10 +144,8 @@ class HostStagedLink(DeviceLink):
         if recv is not None and into is not None:
             self._put(copy, recv, into)
 
-    def scatter(self, send: Blocks | None, recv: DeviceBuffer, root: int) -> Handle:
-        return _Sequence(self._scatter(send, recv, root))
-
-    def _scatter(self, send: Blocks | None, recv: DeviceBuffer, root: int) -> Steps:
+    @_in_sequence
+    def scatter(self, send: Blocks | None, recv: DeviceBuffer, root: int) -> Steps:
         copy = Copy(self.memory, self._staging)
         event, rows = (None, None) if send is None else self._take_out(copy, send)
         yield from _wait_for(event)
@@ -159,27 +169,6 @@ class HostStagedLink(DeviceLink):
         """Copy blocks to the device."""
         for block, row in _pairs(blocks, rows):
             copy.back(block, row)
-
-
-class _Sequence:
-    """A movement of several, each of which begins when the one before has finished."""
-
-    def __init__(self, steps: Steps) -> None:
-        self._steps = steps
-        # At once, so that the first copy is put on the stream now.
-        self._waiting: Handle | None = next(steps, None)
-
-    @property
-    def local(self) -> bool:
-        """Whether only this rank's own device is waited for."""
-        return isinstance(self._waiting, _OwnDevice)
-
-    def done(self) -> bool:
-        while self._waiting is not None:
-            if not self._waiting.done():
-                return False
-            self._waiting = next(self._steps, None)
-        return True
 
 
 class _OwnDevice:

@@ -13,7 +13,8 @@ from arraycomm._calls.runner import Runner
 from arraycomm._collectives.groups import Barrier
 from arraycomm._collectives.objects import BcastObject
 from arraycomm._communicator import Communicator, group_of, runner_of
-from arraycomm._cuda.devices import DeviceRequest, Devices
+from arraycomm._cuda.device import DeviceRequest
+from arraycomm._cuda.devices import Devices
 from arraycomm._errors import CommunicatorClosedError
 from arraycomm._protocol.ends.exit import remove_root
 from arraycomm._protocol.ends.leaving import all_left, all_left_well, leave_in_step

@@ -183,7 +183,7 @@ def _check_fold(launcher: HostKernels, dtype, op, rows: Sequence[Array], offset:
     wanted = np.empty(count, dtype)
     _folds.fold(op, dtype, rows, wanted)
     out, whole = _guarded(count, dtype, offset)
-    launcher.fold(op, dtype, _addresses(rows), out.ctypes.data, count, 0)
+    launcher.reduce("fold", op, dtype, _addresses(rows), [out.ctypes.data], count, 0)
     assert same_result(out.copy(), wanted, op)
     _check_guard(whole, out)
 
@@ -195,7 +195,8 @@ def _check_prefixes(
     wanted = [np.empty(count, dtype) for _ in rows]
     _folds.prefixes(op, dtype, rows, wanted)
     outs = [_guarded(count, dtype, offset) for _ in rows]
-    launcher.prefixes(op, dtype, _addresses(rows), _addresses([out for out, _ in outs]), count, 0)
+    into = _addresses([out for out, _ in outs])
+    launcher.reduce("prefixes", op, dtype, _addresses(rows), into, count, 0)
     for (out, whole), want in zip(outs, wanted, strict=True):
         assert same_result(out.copy(), want, op)
         _check_guard(whole, out)
@@ -249,7 +250,7 @@ def test_the_fold_may_replace_the_first_row(host, dtype) -> None:
         rows = _rows(dtype, 100, many)
         wanted, before = np.empty(100, dtype), [row.tobytes() for row in rows[1:]]
         _folds.fold(op, dtype, [row.copy() for row in rows], wanted)
-        few.fold(op, dtype, _addresses(rows), rows[0].ctypes.data, 100, 0)
+        few.reduce("fold", op, dtype, _addresses(rows), [rows[0].ctypes.data], 100, 0)
         assert same_result(rows[0].copy(), wanted, op), op
         assert [row.tobytes() for row in rows[1:]] == before, op
 
@@ -260,14 +261,14 @@ def test_the_fold_may_replace_the_first_row(host, dtype) -> None:
 def test_any_byte_but_zero_is_true(launcher, op, wanted) -> None:
     rows = [np.full(20, byte, np.uint8) for byte in (2, 4)]
     out = np.full(20, _GUARD, np.uint8)
-    launcher.fold(op, np.dtype(bool), _addresses(rows), out.ctypes.data, 20, 0)
+    launcher.reduce("fold", op, np.dtype(bool), _addresses(rows), [out.ctypes.data], 20, 0)
     assert (out == wanted).all()
 
 
 def test_misaligned_elements_are_refused(launcher) -> None:
     row = _placed(np.zeros(2, np.float32), 1)
     with pytest.raises(ValueError, match="aligned to 4 bytes"):
-        launcher.fold("sum", row.dtype, [row.ctypes.data], row.ctypes.data, 2, 0)
+        launcher.reduce("fold", "sum", row.dtype, [row.ctypes.data], [row.ctypes.data], 2, 0)
 
 
 @pytest.mark.parametrize("dtype", NARROW, ids=str)
@@ -349,7 +350,7 @@ def test_results_are_spoilt_only_if_their_call_is_given_up(launcher, nbytes, dty
 
 def test_nothing_is_launched_for_nothing(launcher) -> None:
     launcher.gather_pieces([(0, 0, 0)], 0, 0)
-    launcher.fold("sum", np.dtype(np.float32), [0, 0], 0, 0, 0)
+    launcher.reduce("fold", "sum", np.dtype(np.float32), [0, 0], [0], 0, 0)
     assert launcher.launches == 0
 
 

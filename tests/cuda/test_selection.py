@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from arraycomm._cuda import device, kernels, libnccl, selection
-from arraycomm._cuda.devices import DeviceRequest
+from arraycomm._cuda.device import DeviceRequest
 from arraycomm._cuda.gpu_aware_link import GpuAwareMpiLink
 from arraycomm._cuda.link import LoneLink
 from arraycomm._cuda.staged_link import HostStagedLink

@@ -14,7 +14,8 @@ from arraycomm._calls.placement import Placements
 from arraycomm._calls.runner import Runner
 from arraycomm._collectives import fast_path, groups, shared_arrays
 from arraycomm._communicator import Communicator, group_of, runner_of
-from arraycomm._cuda.devices import DeviceRequest, Devices
+from arraycomm._cuda.device import DeviceRequest
+from arraycomm._cuda.devices import Devices
 from arraycomm._native import compiled
 from arraycomm._protocol.ends import exit as process_exit
 from arraycomm._protocol.group import Group, Options
