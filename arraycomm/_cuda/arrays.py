@@ -20,18 +20,9 @@ from arraycomm._dtypes import DType, check_movable
 
 
 class DeviceView(BufferView):
-    """An array on a device, and what its result must be like; `array` is empty.
+    """An array on a device, and what its result must be like; `array` is empty."""
 
-    Attributes
-    ----------
-    layout : Layout
-        Where the elements of the caller's array are.
-    device_buffer : DeviceBuffer
-        The elements in C order; the caller's own memory if `copied` is false.
-    streams : tuple of int
-        The streams in which the caller's framework uses the array.
-    """
-
+    # The elements in C order; the caller's own memory if `copied` is false.
     device_buffer: DeviceBuffer
 
     def __init__(
@@ -40,7 +31,9 @@ class DeviceView(BufferView):
         super().__init__(
             NOTHING, framework.name, source, export.readonly, export.copied, ("cuda", memory.device)
         )
+        # Where the elements of the caller's array are.
         self.layout: Layout = export.layout
+        # Those in which the caller's framework uses the array.
         self.streams = framework.streams(memory.device)
         if export.stream is not None:
             self.streams += (export.stream,)

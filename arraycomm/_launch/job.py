@@ -43,26 +43,17 @@ _LOOK: Final = 0.2
 
 @dataclass(frozen=True)
 class Program:
-    """What runs on each rank, and how.
+    """What runs on each rank, and how."""
 
-    Attributes
-    ----------
-    command : sequence of str
-        The program and its arguments.
-    prefix : bool
-        Whether each line that it prints begins with its rank.
-    logs : str
-        A directory for a file of each rank with what it prints, or an empty string.
-    fault_tolerant : bool
-        Whether the other ranks live on if one fails.
-    stdin : bool
-        Whether rank 0 reads what this process would.
-    """
-
+    # The program and its arguments.
     command: Sequence[str]
+    # Whether each line that it prints begins with its rank.
     prefix: bool = False
+    # A directory for a file of each rank with what it prints, or an empty string.
     logs: str = ""
+    # Whether the other ranks live on if one fails.
     fault_tolerant: bool = False
+    # Whether rank 0 reads what this process would.
     stdin: bool = False
 
     def on_rank(self, mark: str) -> list[str]:

@@ -23,8 +23,14 @@ class _WorldTrace:
         self.alone = self.first = False
         self._registered = False
 
-    def begin(self, runner: Runner, path: str) -> None:
-        """Begin the trace; collective."""
+    def begin(self, runner: Runner) -> None:
+        """Begin the trace that the environment asks for, if it does; collective.
+
+        A process that a rank has started inherits the variable, but is no rank.
+        """
+        path = os.environ.get(VARIABLE, "")
+        if not path or _launch.claimed_by(os.environ, os.getpid()):
+            return
         group = runner.group
         self.trace = Trace(runner, path, f", by {VARIABLE}").__enter__()
         self.alone, self.first = group.size == 1, group.rank == 0
@@ -57,14 +63,4 @@ class _WorldTrace:
 
 
 _world = _WorldTrace()
-end = _world.end
-
-
-def begin(runner: Runner) -> None:
-    """Begin the trace that the environment asks for, if it does; collective.
-
-    A process that a rank has started inherits the variable, but is no rank.
-    """
-    path = os.environ.get(VARIABLE, "")
-    if path and not _launch.claimed_by(os.environ, os.getpid()):
-        _world.begin(runner, path)
+begin, end = _world.begin, _world.end

@@ -89,24 +89,16 @@ class _Call:
 
 
 class Recorder:
-    """Records the calls of one rank on a family of groups.
-
-    Attributes
-    ----------
-    groups : list of (name, ranks)
-        The groups that records refer to by their numbers.
-    records : list of Record
-        In the order in which calls have ended.
-    dropped : int
-        How many records were not kept because there were too many.
-    savers : list of callable
-        Called about once a second, when a call ends.
-    """
+    """Records the calls of one rank on a family of groups."""
 
     def __init__(self) -> None:
+        # The names and ranks of the groups that records refer to by their numbers.
         self.groups: list[tuple[str, list[int]]] = []
+        # In the order in which calls have ended.
         self.records: list[Record] = []
+        # How many records were not kept because there were too many.
         self.dropped = 0
+        # Called about once a second, when a call ends.
         self.savers: list[Callable[[], None]] = []
         self._numbers: WeakKeyDictionary[Group, int] = WeakKeyDictionary()
         self._due = now() + _SAVE_EVERY

@@ -17,40 +17,28 @@ MAX_RECORDS: Final = 200_000
 
 
 class Record(NamedTuple):
-    """One call or message of one rank. Times are nanoseconds of this rank's clock; 0 is never.
-
-    Attributes
-    ----------
-    operation, kind, described : str
-        The operation; which kind of record; the call with its op, dtype and shape.
-    group : int
-        The communicator, by its number in `Part.groups`.
-    step : int
-        The step of the control channel that was the call's first: the same on every rank.
-    started, posted, agreed, ended : int
-        When the call was made, when this rank showed its header, when it saw that all ranks had
-        shown theirs, and when it had the result.
-    nbytes : int
-        Bytes of the array passed, or received by a message.
-    algorithm, site, error : str
-        How the elements moved, the user's line, and the type of the exception that ended the call.
-    peer, tag : int
-        The other rank of a message in its communicator, and the tag; -1 if there is none.
-    """
+    """One call or message of one rank. Times are nanoseconds of this rank's clock; 0 is never."""
 
     operation: str
     kind: str
+    # The call with its op, dtype and shape.
     described: str
+    # The communicator, by its number in `Part.groups`.
     group: int
+    # The step of the control channel that was the call's first: the same on every rank.
     step: int
     started: int
+    # When this rank showed its header, and when it saw that all ranks had shown theirs.
     posted: int
     agreed: int
     ended: int
+    # Bytes of the array passed, or received by a message.
     nbytes: int
+    # How the elements moved, the user's line, and the type of the exception that ended the call.
     algorithm: str
     site: str
     error: str
+    # The other rank of a message in its communicator, and the tag; -1 if there is none.
     peer: int = -1
     tag: int = -1
 
@@ -68,41 +56,26 @@ class Clock(NamedTuple):
 
 @dataclass
 class Part:
-    """One rank's part of a trace.
-
-    Attributes
-    ----------
-    rank, size : int
-        The rank in the communicator that is traced, and how many there are.
-    host : str
-        The name of its machine.
-    run : str
-        The same on all ranks, and in no other trace.
-    clocks : list of Clock
-        What is known of its clock, in the order of time.
-    groups : list of (name, ranks)
-        The communicators of the records, each with its ranks in the family's first group.
-    records : list of Record
-        In the order in which they ended.
-    dropped : int
-        Records that were not kept.
-    """
+    """One rank's part of a trace of `size` ranks."""
 
     rank: int
     size: int
+    # The name of its machine.
     host: str
+    # The same on all ranks, and in no other trace.
     run: str
+    # What is known of its clock, in the order of time.
     clocks: list[Clock] = field(default_factory=list)
+    # The communicators of the records, each with its ranks in the family's first group.
     groups: list[tuple[str, list[int]]] = field(default_factory=list)
+    # In the order in which they ended.
     records: list[Record] = field(default_factory=list)
+    # How many records were not kept.
     dropped: int = 0
 
     def head(self) -> dict[str, Any]:
         """Return all but the records, as JSON has it."""
-        return {
-            name: getattr(self, name)
-            for name in ("rank", "size", "host", "run", "clocks", "groups", "dropped")
-        }
+        return {name: value for name, value in vars(self).items() if name != "records"}
 
     @classmethod
     def of(cls, head: dict[str, Any], records: list[list[Any]]) -> Part:

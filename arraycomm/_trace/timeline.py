@@ -35,34 +35,24 @@ _MAIN: Final = 0
 class Span:
     """A record in the time of rank 0, and what other ranks have to do with it.
 
-    Attributes
-    ----------
-    rank, record, group : int, Record, (str, tuple of int)
-        Whose record it is, and its communicator.
-    start, posted, end : int
-        Nanoseconds; `posted` is when this rank was ready for the others.
-    ready : int
-        When the last of the others was ready: until then this rank has waited.
-    last : int
-        That rank; -1 if nobody was waited for.
-    absent : tuple of int
-        Ranks that have no record of the call, which has failed here.
-    peer : Span or None
-        The other end of a message.
-    lane : int
-        Its row in the drawing of its rank.
+    Times are nanoseconds.
     """
 
     rank: int
     record: Record
     group: _Group
     start: int
+    # When this rank was ready for the others.
     posted: int
     end: int
+    # When the last of the others was ready, and which rank that is; -1 if nobody was waited for.
     ready: int
     last: int = -1
+    # Ranks that have no record of the call, which has failed here.
     absent: tuple[int, ...] = ()
+    # The other end of a message.
     peer: Span | None = None
+    # Its row in the drawing of its rank.
     lane: int = _MAIN
 
     @property

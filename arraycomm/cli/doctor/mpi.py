@@ -20,25 +20,19 @@ _LEVELS: Final = ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")
 
 def about_started_mpi() -> dict[str, Any]:
     """Describe the MPI that this process has started, or starts now."""
+    import mpi4py
     from mpi4py import MPI
 
     level = next(name for name in _LEVELS if MPI.Query_thread() == getattr(MPI, f"THREAD_{name}"))
-    return {
-        **_about_library(loaded()),
-        "threads": f"MPI_THREAD_{level}",
-        "gpu_aware": gpu_aware(),
-        "ulfm": _knows_failures(MPI),
-    }
-
-
-def _about_library(found: dict[str, str]) -> dict[str, Any]:
-    import mpi4py
-
+    found = loaded()
     return {
         "library": found["version"],
         "file": found["path"],
         "family": family_of(found["vendor"]),
         "mpi4py": mpi4py.__version__,
+        "threads": f"MPI_THREAD_{level}",
+        "gpu_aware": gpu_aware(),
+        "ulfm": _knows_failures(MPI),
     }
 
 
