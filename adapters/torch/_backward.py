@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from types import CodeType, FrameType
 from typing import Any
 
+from torch.amp.grad_scaler import GradScaler
 from torch.autograd.function import BackwardCFunction
 
 
@@ -68,6 +69,12 @@ def enclosing_node() -> Any:
 def running(method: Any) -> Any:
     """Return the object whose method is running in this thread, the innermost one, or None."""
     return next((call.f_locals["self"] for call in calls_under_way(method.__code__)), None)
+
+
+def scaler_of_step() -> Any:
+    """Return the `GradScaler` that takes the step of this thread, or None."""
+    scaler = running(GradScaler.step)
+    return scaler if scaler is not None and scaler.is_enabled() else None
 
 
 def calls_under_way(code: CodeType) -> Iterator[FrameType]:

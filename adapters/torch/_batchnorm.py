@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 import arraycomm as ac
 from arraycomm._entries import entry
 from arraycomm.adapters.torch._agreement import CallState, agree, raise_on_all
-from arraycomm.adapters.torch._collectives import Allgather, outside_graphs, record
+from arraycomm.adapters.torch._collectives import gathering, outside_graphs, record
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -87,10 +87,9 @@ class SyncBatchNorm(_BatchNorm):
     def _check_input(self, x: Any, comm: ac.Communicator) -> None:
         if not (isinstance(x, torch.Tensor) and x.is_floating_point()):
             kind = x.dtype if isinstance(x, torch.Tensor) else type(x).__name__
-            error: Exception = TypeError(
-                f"SyncBatchNorm: input must be a tensor of floats; got {kind}"
+            raise_on_all(
+                comm, TypeError(f"SyncBatchNorm: input must be a tensor of floats; got {kind}")
             )
-            raise_on_all(comm, error)
         if x.ndim < 2 or x.shape[1] != self.num_features:
             rule = f"SyncBatchNorm: input must have the shape (N, {self.num_features}, ...)"
             raise_on_all(comm, ValueError(f"{rule}; got {tuple(x.shape)}"))
@@ -142,7 +141,7 @@ def statistics(x: torch.Tensor, comm: ac.Communicator) -> tuple[torch.Tensor, to
             "SyncBatchNorm: training needs 2 elements of each channel or more on all ranks "
             f"together; got {count}, and the shape {tuple(x.shape)} here"
         )
-    means, variances = record(Allgather(), own, comm, states).unbind(1)
+    means, variances = record(gathering(), own, comm, states).unbind(1)
     parts = torch.tensor(counts, dtype=wide.dtype, device=x.device)[:, None] / count
     mean = (parts * means).sum(0)
     variance = (parts * (variances + (means - mean).square())).sum(0)

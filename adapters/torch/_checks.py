@@ -8,11 +8,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.amp.grad_scaler import GradScaler
 
 import arraycomm as ac
 from arraycomm._arrays.views import view
-from arraycomm.adapters.torch._backward import running
+from arraycomm.adapters.torch._backward import scaler_of_step
 from arraycomm.adapters.torch._parameters import Parameters
 from arraycomm.adapters.torch._slots import writes_to
 
@@ -20,7 +19,7 @@ from arraycomm.adapters.torch._slots import writes_to
 def check_unchanged(parameters: Parameters, why: str) -> None:
     """Raise if gradients were changed before they are reduced: they are this rank's alone."""
     # Torch does not count what a scaler writes.
-    changed = _is_in_scaler()
+    changed = scaler_of_step() is not None
     for number in parameters.touched:
         grad = parameters.tensors[number].grad
         changed = changed or grad is None or writes_to(grad) != parameters.slots[number].version
@@ -33,12 +32,6 @@ def check_unchanged(parameters: Parameters, why: str) -> None:
                 "instead"
             )
         )
-
-
-def _is_in_scaler() -> bool:
-    """Return whether a `GradScaler` takes this step."""
-    scaler = running(GradScaler.step)
-    return scaler is not None and bool(scaler.is_enabled())
 
 
 def check_owners(parameters: Parameters) -> None:

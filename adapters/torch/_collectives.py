@@ -6,12 +6,11 @@ collective too, and differentiable in the same way.
 
 from __future__ import annotations
 
-import abc
 import itertools
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, Final, ParamSpec, TypeVar
+from dataclasses import dataclass
+from typing import Any, Final, ParamSpec, TypeVar
 
 import torch
 
@@ -33,121 +32,73 @@ def _is_linear(op: Any) -> bool:
     return isinstance(op, str) and op in ("sum", "mean")
 
 
-class Collective(abc.ABC):
-    """A linear collective.
+@dataclass(frozen=True, eq=False)
+class Collective:
+    """A linear collective."""
 
-    Attributes
-    ----------
-    name : str
-        Of the function that the user calls.
-    batched_axis, result_axis : int
-        Where the batch axis of torch.vmap goes in the argument, and where the result has it.
-    all_know_dtype : bool
-        Whether every rank passes a tensor.
-    """
-
-    name: ClassVar[str]
-    batched_axis: ClassVar[int] = 0
-    result_axis: ClassVar[int] = 0
-    all_know_dtype: ClassVar[bool] = True
-
-    @abc.abstractmethod
-    def run(self, comm: ac.Communicator, x: torch.Tensor | None) -> torch.Tensor:
-        """Make the call on a tensor without history."""
-
-    @abc.abstractmethod
-    def transpose(self) -> Collective:
-        """Return the collective that takes gradients of the results to those of the arguments."""
+    # That of the function that the user calls.
+    name: str
+    # Makes the call on a tensor without history, or on None.
+    run: Callable[[ac.Communicator, Any], torch.Tensor]
+    # Returns the collective that takes gradients of the results to those of the arguments.
+    transpose: Callable[[], Collective]
+    # Where the batch axis of torch.vmap goes in the argument, and where the result has it.
+    batched_axis: int = 0
+    result_axis: int = 0
+    # Whether every rank passes a tensor.
+    all_know_dtype: bool = True
 
 
-@dataclass(frozen=True)
-class _Allreduce(Collective):
-    op: Any
-    name = "allreduce"
-
-    def run(self, comm: ac.Communicator, x: torch.Tensor | None) -> torch.Tensor:
-        reduced: torch.Tensor = comm.allreduce(x, self.op)
-        return reduced
-
-    def transpose(self) -> Collective:
-        return self
+def _allreduce(op: Any) -> Collective:
+    return Collective("allreduce", lambda comm, x: comm.allreduce(x, op), lambda: _allreduce(op))
 
 
-@dataclass(frozen=True)
-class Allgather(Collective):
-    """`allgather`; with `mean`, of the ranks' arrays divided by their number."""
+def gathering(*, mean: bool = False) -> Collective:
+    """Return `allgather`; with `mean`, of the ranks' arrays divided by their number."""
 
-    mean: bool = False
-    name = "allgather"
-    result_axis = 1
-
-    def run(self, comm: ac.Communicator, x: torch.Tensor | None) -> torch.Tensor:
+    def run(comm: ac.Communicator, x: Any) -> torch.Tensor:
         rows: torch.Tensor = comm.allgather(x)
-        return rows / comm.size if self.mean else rows
+        return rows / comm.size if mean else rows
 
-    def transpose(self) -> Collective:
-        return _ReduceScatter("mean" if self.mean else "sum")
-
-
-@dataclass(frozen=True)
-class _ReduceScatter(Collective):
-    op: Any
-    name = "reduce_scatter"
-    batched_axis = 1
-
-    def run(self, comm: ac.Communicator, x: torch.Tensor | None) -> torch.Tensor:
-        row: torch.Tensor = comm.reduce_scatter(x, self.op)
-        return row
-
-    def transpose(self) -> Collective:
-        return Allgather(mean=self.op == "mean")
+    return Collective(
+        "allgather", run, lambda: _reduce_scatter("mean" if mean else "sum"), result_axis=1
+    )
 
 
-@dataclass(frozen=True)
-class _Alltoall(Collective):
-    name = "alltoall"
-    batched_axis = 1
-    result_axis = 1
-
-    def run(self, comm: ac.Communicator, x: torch.Tensor | None) -> torch.Tensor:
-        rows: torch.Tensor = comm.alltoall(x)
-        return rows
-
-    def transpose(self) -> Collective:
-        return self
+def _reduce_scatter(op: Any) -> Collective:
+    return Collective(
+        "reduce_scatter",
+        lambda comm, x: comm.reduce_scatter(x, op),
+        lambda: gathering(mean=op == "mean"),
+        batched_axis=1,
+    )
 
 
-@dataclass(frozen=True)
-class _Bcast(Collective):
-    root: int
-    like: Any = field(default=None, compare=False)
-    name = "bcast"
-    all_know_dtype = False
-
-    def run(self, comm: ac.Communicator, x: torch.Tensor | None) -> torch.Tensor:
-        received: torch.Tensor = comm.bcast(x, self.root, like=self.like)
-        return received
-
-    def transpose(self) -> Collective:
-        return _Reduce(self.root)
+def _alltoall() -> Collective:
+    return Collective(
+        "alltoall", lambda comm, x: comm.alltoall(x), _alltoall, batched_axis=1, result_axis=1
+    )
 
 
-@dataclass(frozen=True)
-class _Reduce(Collective):
-    """The sum on `root`, and zeros on the other ranks."""
+def _bcast(root: int, like: torch.Tensor | None = None) -> Collective:
+    return Collective(
+        "bcast",
+        lambda comm, x: comm.bcast(x, root, like=like),
+        lambda: _sum_on(root),
+        all_know_dtype=False,
+    )
 
-    root: int
-    name = "bcast"
 
-    def run(self, comm: ac.Communicator, x: torch.Tensor | None) -> torch.Tensor:
-        assert x is not None
-        total: torch.Tensor | None = comm.reduce(x, "sum", self.root)
+def _sum_on(root: int) -> Collective:
+    """Return the sum on `root`, and zeros on the other ranks."""
+
+    def run(comm: ac.Communicator, x: Any) -> torch.Tensor:
+        total: torch.Tensor | None = comm.reduce(x, "sum", root)
         return (
             torch.zeros_like(x, memory_format=torch.contiguous_format) if total is None else total
         )
 
-    def transpose(self) -> Collective:
-        return _Bcast(self.root)
+    return Collective("bcast", run, lambda: _bcast(root))
 
 
 # The recorded calls of a communicator are numbered, in the same order on every rank.
@@ -253,16 +204,17 @@ def _checked(x: Any, operation: str, comm: ac.Communicator) -> torch.Tensor:
     return x
 
 
-def _call_with_op(collective: Any, x: Any, op: Any, comm: ac.Communicator | None) -> torch.Tensor:
+def _call_with_op(
+    collective: Collective, x: Any, op: Any, comm: ac.Communicator | None
+) -> torch.Tensor:
     comm = comm or ac.world()
-    made: Collective = collective(op)
-    x = _checked(x, made.name, comm)
+    x = _checked(x, collective.name, comm)
     if _is_linear(op):
-        return call(made, x, comm)
+        return call(collective, x, comm)
     state = CallState.of(x, differentiable=False)
-    if _may_be_recorded(made, x, state):
-        agree(comm, made.name, state)
-    return made.run(comm, x)
+    if _may_be_recorded(collective, x, state):
+        agree(comm, collective.name, state)
+    return collective.run(comm, x)
 
 
 @outside_graphs
@@ -302,7 +254,7 @@ def allreduce(
     such step if x is of integers or bools, or under `torch.no_grad()`: grad mode is the same on
     every rank.
     """
-    return _call_with_op(_Allreduce, x, op, comm)
+    return _call_with_op(_allreduce(op), x, op, comm)
 
 
 @outside_graphs
@@ -327,7 +279,7 @@ def allgather(x: torch.Tensor, *, comm: ac.Communicator | None = None) -> torch.
     See `allreduce` for tensors that require gradients on some ranks only, for errors and for costs.
     """
     comm = comm or ac.world()
-    return call(Allgather(), _checked(x, "allgather", comm), comm)
+    return call(gathering(), _checked(x, "allgather", comm), comm)
 
 
 @outside_graphs
@@ -355,7 +307,7 @@ def reduce_scatter(
     -----
     See `allreduce` for tensors that require gradients on some ranks only, for errors and for costs.
     """
-    return _call_with_op(_ReduceScatter, x, op, comm)
+    return _call_with_op(_reduce_scatter(op), x, op, comm)
 
 
 @outside_graphs
@@ -380,7 +332,7 @@ def alltoall(x: torch.Tensor, *, comm: ac.Communicator | None = None) -> torch.T
     See `allreduce` for tensors that require gradients on some ranks only, for errors and for costs.
     """
     comm = comm or ac.world()
-    return call(_Alltoall(), _checked(x, "alltoall", comm), comm)
+    return call(_alltoall(), _checked(x, "alltoall", comm), comm)
 
 
 @outside_graphs
@@ -417,6 +369,6 @@ def bcast(
     """
     comm = comm or ac.world()
     if x is not None:
-        return call(_Bcast(root), _checked(x, "bcast", comm), comm)
+        return call(_bcast(root), _checked(x, "bcast", comm), comm)
     like = torch.empty(0, device=comm.device) if like is None else like
-    return call(_Bcast(root, _checked(like, "bcast", comm)), None, comm)
+    return call(_bcast(root, _checked(like, "bcast", comm)), None, comm)

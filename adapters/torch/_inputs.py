@@ -15,7 +15,7 @@ import arraycomm as ac
 from arraycomm._protocol.mismatch import by_ranks
 from arraycomm._training.comparison.differences import array_item
 from arraycomm._training.comparison.verification import Inputs, plain, scalar
-from arraycomm.adapters.torch._backward import running
+from arraycomm.adapters.torch._backward import scaler_of_step
 
 Settings = list[tuple[str, Any]]
 # A name, a value, and how to set it.
@@ -44,8 +44,7 @@ class StepInputs:
 
     def __call__(self) -> Inputs:
         """Return them for the step that is being taken."""
-        scaler = running(GradScaler.step)
-        if scaler is not None and scaler.is_enabled():
+        if (scaler := scaler_of_step()) is not None:
             self._scaler = weakref.ref(scaler)
         optimizer = self._optimizer()
         groups = () if optimizer is None else optimizer.param_groups

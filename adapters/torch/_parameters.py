@@ -81,7 +81,7 @@ class Parameters:
         `stale` says that one which was reduced in a step before is no exception.
         """
         slot, grad = self.slots[number], self.tensors[number].grad
-        settled = grad is None or (slot.reduced if stale else slot.is_settled(grad))
+        settled = grad is None or (slot.reduced if stale else slot.is_reduced(grad))
         if slot.sent is None and grad is not None and not settled:
             _check_gradient(grad, number)
             if number in self.accumulated and writes_to(grad) != slot.version:
@@ -99,7 +99,7 @@ class Parameters:
         """Return whether this rank has gradients that are not reduced."""
         pairs = zip(self.slots, self.grads, strict=True)
         return self.gradients.has_sums or any(
-            grad is not None and not slot.is_settled(grad) for slot, grad in pairs
+            grad is not None and not slot.is_reduced(grad) for slot, grad in pairs
         )
 
     def any(self, question: Callable[[Slot, torch.Tensor | None], bool]) -> bool:

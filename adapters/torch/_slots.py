@@ -52,7 +52,7 @@ class Slot:
         return grad is not None and self._result is not None and self._result() is grad
 
     def is_reduced(self, grad: torch.Tensor) -> bool:
-        """Return whether a gradient has been reduced, and maybe changed since."""
+        """Return whether a gradient has been reduced, in this step or before."""
         return self.reduced or self._is_result(grad)
 
     def is_stale(self, grad: torch.Tensor | None) -> bool:
@@ -60,11 +60,7 @@ class Slot:
 
         Gradients may have been written into it since; torch counts not all ways to do so.
         """
-        return grad is not None and not self.reduced and self._is_result(grad)
-
-    def is_settled(self, grad: torch.Tensor) -> bool:
-        """Return whether a gradient has been reduced, in this step or before."""
-        return self.reduced or self.is_stale(grad)
+        return not self.reduced and self._is_result(grad)
 
     def judge_stale(self, *, same: bool) -> None:
         """Take a stale gradient as reduced if all ranks' are the same, else as written by hand."""
@@ -126,7 +122,7 @@ class Slot:
     def accumulates(self, parameter: torch.Tensor) -> None:
         """Note that autograd is about to accumulate this rank's part."""
         grad = parameter.grad
-        self._seen = None if grad is None else (grad, _written(grad))
+        self._seen = None if grad is None else (grad, grad._version)
 
     def accumulated(self, parameter: torch.Tensor) -> None:
         """Note that autograd has accumulated this rank's part."""
@@ -195,7 +191,7 @@ class Slot:
         """Return the whole reduced gradient, in the memory where the program has seen it."""
         base = self.base_of(sent) if sent is not None else parameter.grad
         if sent is not None and reduced is sent:
-            before = _written(sent)
+            before = sent._version
             torch.autograd.graph.increment_version(sent)
             _leave_out(sent, before)
         if base is not None and base.is_inference():
@@ -203,7 +199,7 @@ class Slot:
         target = sent if base is None else base
         if target is None or target is reduced:
             return reduced
-        before = _written(target)
+        before = target._version
         target.copy_(reduced) if base is None else target.add_(reduced)
         _leave_out(target, before)
         return target
@@ -265,19 +261,14 @@ def writes_to(grad: torch.Tensor) -> int:
         return 0
     dense = grad.layout is torch.strided
     left_out = _left_out.get(_memory_of(grad), 0) if _left_out and dense else 0
-    return _written(grad) - left_out
-
-
-def _written(tensor: torch.Tensor) -> int:
-    """Return torch's count of the writes to the memory of a tensor."""
-    return tensor._version
+    return grad._version - left_out
 
 
 def _leave_out(grad: torch.Tensor, before: int) -> None:
     """Leave writes since `before` out of what `writes_to` returns for others in the same memory."""
     if _is_shared(grad):
         memory = _memory_of(grad)
-        _left_out[memory] = _left_out.get(memory, 0) + _written(grad) - before
+        _left_out[memory] = _left_out.get(memory, 0) + grad._version - before
 
 
 # By the address of what torch knows of some memory. Memory of one gradient alone is not here.

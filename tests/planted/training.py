@@ -232,15 +232,15 @@ TORCH: Final = (
     Fault(
         "gradient of a mean: the gradient of a mean is that of a sum",
         f"{_ADAPTERS}/torch/_collectives.py",
-        '        return Allgather(mean=self.op == "mean")',
-        "        return Allgather()",
+        '        lambda: gathering(mean=op == "mean"),',
+        "        lambda: gathering(),",
         _TRANSPOSES,
     ),
     Fault(
         "gradient of bcast: the gradient of `bcast` is the root's alone",
         f"{_ADAPTERS}/torch/_collectives.py",
-        '        total: torch.Tensor | None = comm.reduce(x, "sum", self.root)',
-        '        total: torch.Tensor | None = comm.reduce(x, "max", self.root)',
+        '        total: torch.Tensor | None = comm.reduce(x, "sum", root)',
+        '        total: torch.Tensor | None = comm.reduce(x, "max", root)',
         _TRANSPOSES,
     ),
     Fault(
