@@ -10,12 +10,12 @@ from typing import Any, Final, NoReturn
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 import arraycomm as ac
 from arraycomm._training.programs import ProgramCalls, calls_of
-from arraycomm.adapters.jax._messages import exchange
 from arraycomm.adapters.jax._primitive import Call, bind
 
 Shape = tuple[int, ...]
@@ -207,7 +207,7 @@ class Sendrecv(Collective):
         return self.dest == self.source == comm.rank
 
     def run(self, calls: ProgramCalls, x: Any, out: Any) -> Any:
-        return exchange(calls, x, self.dest, self.source, self.tag, out)
+        return _exchange(calls, x, self.dest, self.source, self.tag, out)
 
     def refuse(self, calls: ProgramCalls, error: Exception) -> NoReturn:
         calls.refuse(error, self.dest, self.source, self.tag)
@@ -236,6 +236,34 @@ def _fix(call: Collective, *names: str) -> None:
                 f"{call.name}: {name} must be an int that is known when a program is traced; got "
                 f"{given!r}. comm.rank and comm.size are ints, also inside"
             ) from None
+
+
+def _exchange(calls: ProgramCalls, x: Any, dest: int, source: int, tag: int, out: Any) -> Any:
+    """Send an array to a rank and return another's, which must be alike and from the same place."""
+    array, status = np.asarray(x), ac.Status()
+    if dest == source == calls.comm.rank:
+        if out is None:
+            return jnp.array(array)
+        out[...] = array
+        return out
+    try:
+        received = calls.sendrecv(array, dest, source, tag, out, status)
+    except (TypeError, ValueError):
+        # Of `out`, which is like the array that was sent.
+        _check_received(array, status)
+        raise
+    _check_received(array, status)
+    return received if out is not None else jnp.array(received)
+
+
+def _check_received(array: Any, status: ac.Status) -> None:
+    """Raise if the other rank has sent another kind of array."""
+    if status.dtype is not None and (status.dtype, status.shape) != (array.dtype, array.shape):
+        raise ac.MismatchError(
+            f"sendrecv: ranks must send arrays of the shape and dtype that they receive; got "
+            f"{status.dtype} {status.shape} from rank {status.source}, and sent {array.dtype} "
+            f"{array.shape}"
+        )
 
 
 def check_linear(name: str, op: Any) -> None:

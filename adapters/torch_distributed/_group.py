@@ -12,7 +12,6 @@ from torch.distributed import ProcessGroup, ReduceOp
 
 import arraycomm as ac
 from arraycomm._communicator import runner_of
-from arraycomm.adapters.torch_distributed._sparse import sum_sparse
 from arraycomm.adapters.torch_distributed._works import Call, Lane, Message
 
 T = TypeVar("T")
@@ -85,9 +84,7 @@ class ArrayCommProcessGroup(_Base):  # type: ignore[misc]
         """Return the name that `init_process_group` was given."""
         return "arraycomm"
 
-    def name(self) -> str:
-        """Return the name of the backend."""
-        return "arraycomm"
+    name = getBackendName
 
     def getGroupName(self) -> str:  # noqa: N802 - torch's name
         """Return the name that torch has given the group."""
@@ -96,10 +93,7 @@ class ArrayCommProcessGroup(_Base):  # type: ignore[misc]
     def _set_group_name(self, name: str) -> None:
         self._name = name
 
-    @property
-    def group_name(self) -> str:
-        """The name that torch has given the group."""
-        return self._name
+    group_name = property(getGroupName)
 
     def _set_group_desc(self, description: str) -> None:
         self._description = description
@@ -160,7 +154,7 @@ class ArrayCommProcessGroup(_Base):  # type: ignore[misc]
             for tensor in tensors:
                 op, x = self._ready(_reduction, opts, tensor)
                 if tensor.layout == torch.sparse_coo:
-                    sum_sparse(self.comm, tensor, op, limit)
+                    _sum_sparse(self.comm, tensor, op, limit)
                 else:
                     self.comm.allreduce(x, op, out=_plain(tensor), **limit)
 
@@ -347,21 +341,18 @@ class ArrayCommProcessGroup(_Base):  # type: ignore[misc]
             request = self._messages.isend(x, dest, tag)
         return Message(request, self._message_turn, tensors)
 
-    def recv(self, tensors: Tensors, source: int, tag: int) -> Message:
+    def recv(self, tensors: Tensors, source: Any, tag: int) -> Message:
         """Receive a tensor of as many elements from a rank."""
-        return self._receive(tensors, source, tag)
-
-    def recv_anysource(self, tensors: Tensors, tag: int) -> Message:
-        """Receive a tensor of as many elements from any rank."""
-        return self._receive(tensors, ac.ANY_SOURCE, tag)
-
-    def _receive(self, tensors: Tensors, source: Any, tag: int) -> Message:
         out, status = _flat(tensors[0]), ac.Status()
         with self._message_turn:
             request = self._messages.irecv(source, tag, out=out, status=status)
         return Message(
             request, self._message_turn, tensors, lambda: _written(tensors[0], out), status
         )
+
+    def recv_anysource(self, tensors: Tensors, tag: int) -> Message:
+        """Receive a tensor of as many elements from any rank."""
+        return self.recv(tensors, ac.ANY_SOURCE, tag)
 
     def _by_ranks(self, x: torch.Tensor) -> torch.Tensor:
         """Return a view of one row for each rank, or the tensor itself if it has no such rows."""
@@ -398,6 +389,19 @@ def _reduction(opts: Any, *parts: torch.Tensor) -> tuple[str, torch.Tensor]:
     x = _plain(parts[0]) if len(parts) == 1 else _joined(*parts)
     op: Any = ReduceOp(ReduceOp.SUM) if opts is None else opts.reduceOp
     return _OPS[op.op], x * op.factor if op.op == ReduceOp.PREMUL_SUM else x
+
+
+def _sum_sparse(
+    comm: ac.Communicator, tensor: torch.Tensor, op: str, limit: dict[str, Any]
+) -> None:
+    """Sum a sparse tensor, as of embeddings' gradients, in place: all ranks get all elements."""
+    if op != "sum":
+        raise TypeError(f"all_reduce: sparse tensors have only sums; got {op!r}")
+    with torch.no_grad():
+        own = tensor.detach().coalesce()
+        where = comm.allgatherv(own.indices().T.contiguous(), **limit)
+        values = comm.allgatherv(own.values(), **limit)
+        tensor.copy_(torch.sparse_coo_tensor(where.T, values, tensor.shape).coalesce())
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:

@@ -65,7 +65,7 @@ def make_group(options: Any, _: Any = None) -> ArrayCommProcessGroup:
 def _of_all(options: Any) -> ac.Communicator:
     """Return the communicator of all ranks, numbered as torch does."""
     rank, size = options.group_rank, options.group_size
-    if not ac.is_initialized() and not _launched():
+    if not ac.is_initialized() and detect(os.environ) is None:
         return _on_node(options)
     world = ac.init()
     if world.size != size:
@@ -93,11 +93,6 @@ def _of_some(options: Any, ranks: list[int]) -> ac.Communicator:
     finally:
         made.Free()
         group.Free()
-
-
-def _launched() -> bool:
-    """Return whether an MPI launcher has started this process."""
-    return detect(os.environ) is not None
 
 
 def _on_node(options: Any) -> ac.Communicator:
