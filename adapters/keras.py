@@ -11,13 +11,10 @@ from typing import Any, Final
 
 import keras
 
-import arraycomm as ac
+from arraycomm import DistributedOptimizer, synchronize
 from arraycomm._training.comparison.verification import Inputs, plain
 
 __all__ = ["DistributedOptimizer", "synchronize"]
-
-DistributedOptimizer = ac.DistributedOptimizer
-synchronize = ac.synchronize
 
 _BACKENDS: Final = ("jax", "torch", "numpy")
 _REDUCE: Final = "_arraycomm_reduce"

@@ -7,14 +7,10 @@ from typing import Any, Final
 from mlx.nn import Module
 from mlx.optimizers import Optimizer
 
-import arraycomm as ac
+from arraycomm import DistributedOptimizer, synchronize
 from arraycomm.adapters import numpy as plain
-from arraycomm.adapters.numpy._inputs import StepInputs
 
 __all__ = ["DistributedOptimizer", "synchronize"]
-
-DistributedOptimizer = ac.DistributedOptimizer
-synchronize = ac.synchronize
 
 
 def check(optimizer: Any) -> None:
@@ -32,15 +28,10 @@ class Distributed(plain.Distributed):
     Everything but its updates is the wrapped optimizer's own: its attributes can be read and set.
     """
 
-    def __init__(self, optimizer: Any, gradients: Any) -> None:
+    @staticmethod
+    def _find_methods(optimizer: Any) -> dict[str, plain.Method]:
         # Not looked for as on other objects: a MultiOptimizer raises if it is asked for `step`.
-        vars(self).update(
-            _optimizer=optimizer,
-            _gradients=gradients,
-            _methods={"update": plain.Method(None, takes_state=False)},
-            _sharding=None,
-            _inputs=StepInputs(optimizer, is_sharded=False),
-        )
+        return {"update": plain.Method(None, takes_state=False)}
 
     def _inputs_of(self, params: Any, state: Any) -> Any:
         trained = params.trainable_parameters() if isinstance(params, Module) else params

@@ -121,7 +121,7 @@ def minimize(
     # As SciPy takes them: what is no tuple is one argument.
     given = args if isinstance(args, tuple) else (args,)
     bound = {kind: _bind(f, given, {}) for kind, f in functions.items() if callable(f)}
-    team = _Team(comm, bound, _packed if jac is True else np.asarray, callback, method)
+    team = _Team(comm, bound, callback, method, packs=jac is True)
 
     def run() -> optimize.OptimizeResult:
         objective = team.asks(_Kind.FUN)
@@ -196,7 +196,7 @@ def least_squares(
     comm = comm or ac.world()
     functions = {_Kind.FUN: fun, _Kind.JAC: jac}
     bound = {kind: _bind(f, args, kwargs or {}) for kind, f in functions.items() if callable(f)}
-    team = _Rows(comm, bound, np.atleast_1d, callback, method)
+    team = _Rows(comm, bound, callback, method)
 
     def run() -> optimize.OptimizeResult:
         pattern = None if jac_sparsity is None else _stacked(patterns or [])
@@ -219,23 +219,19 @@ def least_squares(
 class _Team:
     """The ranks of one optimization: rank 0 asks, and all evaluate.
 
-    Parameters
-    ----------
-    functions : dict
-        This rank's function of each kind.
-    shape : callable
-        Makes an array of what `fun` returns.
+    `functions` are this rank's; `packs` says that `fun` returns a pair of value and gradient.
     """
 
     def __init__(
         self,
         comm: ac.Communicator,
         functions: dict[_Kind, Callable[..., Any]],
-        shape: Callable[[Any], Any],
         callback: Callable[..., Any] | None,
         method: Any,
+        *,
+        packs: bool = False,
     ) -> None:
-        self._comm, self._functions, self._shape = comm, functions, shape
+        self._comm, self._functions, self._packs = comm, functions, packs
         self._own_callback, self._method = callback, method
         # SciPy may evaluate in several threads.
         self._asking = threading.Lock()
@@ -244,7 +240,7 @@ class _Team:
         with ac.raise_together(comm):
             if _Kind.FUN not in functions or not (callback is None or callable(callback)):
                 raise TypeError("minimize and least_squares need a callable fun, and callback")
-        said = comm.allgather_object((callback is not None, shape is _packed))
+        said = comm.allgather_object((callback is not None, packs))
         self.callback = self._call_back if any(has for has, _ in said) else None
         pairs = [rank for rank, (_, packed) in enumerate(said) if packed]
         if 0 < len(pairs) < comm.size:
@@ -309,8 +305,8 @@ class _Team:
 
     def _local(self, kind: _Kind, value: Any, count: int) -> Any:
         """Return this rank's part at a vector of `count` numbers; raise if its shape is wrong."""
-        array = self._shape(value) if kind is _Kind.FUN else np.asarray(value)
-        packed = kind is _Kind.FUN and self._shape is _packed
+        packed = kind is _Kind.FUN and self._packs
+        array = _packed(value) if packed else np.asarray(value)
         shape = (1 + count,) if packed else _SHAPES[kind](count)
         if array.size == 1 and (not shape or set(shape) == {1}):
             array = array.reshape(shape)
@@ -377,8 +373,7 @@ class _Team:
         try:
             yield
         except Exception as error:
-            if error is not self._known:
-                self._known = error
+            self._known = error
             try:
                 self._tell(_Kind.FAILED)
             except ac.ArrayCommError:
@@ -400,18 +395,17 @@ class _Rows(_Team):
     """A team whose results are rows, one rank's behind the other's."""
 
     def _local(self, kind: _Kind, value: Any, count: int) -> Any:
-        wanted = 1 if kind is _Kind.FUN else 2
-        if kind is _Kind.JAC and not isinstance(value, sparse.linalg.LinearOperator):
+        if isinstance(value, sparse.linalg.LinearOperator):
+            raise TypeError("jac must return an array or a sparse array; got a LinearOperator")
+        if kind is _Kind.FUN:
+            wanted, array = 1, np.atleast_1d(np.asarray(value))
+        else:
             columns = np.shape(value)[-1] if np.ndim(value) or sparse.issparse(value) else 1
             if columns != count:
                 raise ValueError(f"jac must return rows of {count} numbers; got {columns}")
-        if kind is _Kind.JAC and sparse.issparse(value):
-            return sparse.csr_array(value)
-        if isinstance(value, sparse.linalg.LinearOperator):
-            raise TypeError("jac must return an array or a sparse array; got a LinearOperator")
-        array = (
-            np.atleast_1d(np.asarray(value)) if wanted == 1 else np.atleast_2d(np.asarray(value))
-        )
+            if sparse.issparse(value):
+                return sparse.csr_array(value)
+            wanted, array = 2, np.atleast_2d(np.asarray(value))
         if array.ndim != wanted:
             raise ValueError(
                 f"{_NAMES[kind]} must return an array of {wanted} dimensions; got {array.shape}"

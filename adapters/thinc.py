@@ -9,14 +9,11 @@ from typing import Any, Final
 import numpy as np
 from thinc.api import Model, Optimizer
 
-import arraycomm as ac
+from arraycomm import DistributedOptimizer, synchronize
 from arraycomm._training.comparison.verification import Inputs
 from arraycomm.adapters import numpy as plain
 
 __all__ = ["DistributedOptimizer", "synchronize"]
-
-DistributedOptimizer = ac.DistributedOptimizer
-synchronize = ac.synchronize
 
 _finish_update: Final = Model.finish_update
 _CLASS: Final = (("the class of the optimizer", "thinc.api.Optimizer"),)

@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple, NoReturn
 
-import arraycomm as ac
+from arraycomm import DistributedOptimizer, synchronize
 from arraycomm._training.comparison.verification import Inputs
 from arraycomm.adapters.numpy._inputs import StepInputs
 from arraycomm.adapters.numpy._optimizers import SGD, Adam, Momentum
@@ -23,9 +23,6 @@ __all__ = [
     "load_state",
     "synchronize",
 ]
-
-DistributedOptimizer = ac.DistributedOptimizer
-synchronize = ac.synchronize
 
 _METHODS: Final = ("update", "step", "__call__")
 _PROTOCOL: Final = (
@@ -54,9 +51,7 @@ def check(optimizer: Any) -> None:
         raise TypeError(f"DistributedOptimizer: {refusals[0]}")
 
 
-def check_shard(optimizer: Any) -> None:
-    """Raise unless this optimizer can be sharded."""
-    check_per_parameter(optimizer)
+check_shard = check_per_parameter
 
 
 def _methods_of(optimizer: Any) -> list[str]:
@@ -128,21 +123,26 @@ class Distributed:
     Everything else is the wrapped optimizer's own: its attributes can be read and set.
     """
 
+    _inputs: StepInputs
+
     def __init__(self, optimizer: Any, gradients: Any) -> None:
-        methods = {
+        sharding = None if gradients.shards is None else Sharding(gradients.shards)
+        vars(self).update(
+            _optimizer=optimizer,
+            _gradients=gradients,
+            _methods=self._find_methods(optimizer),
+            _sharding=sharding,
+            _inputs=StepInputs(optimizer, is_sharded=sharding is not None),
+        )
+
+    @staticmethod
+    def _find_methods(optimizer: Any) -> dict[str, Method]:
+        return {
             name: Method(
                 _refusal(optimizer, name), takes_state=_takes_state(_method(optimizer, name))
             )
             for name in _methods_of(optimizer)
         }
-        sharding = None if gradients.shards is None else Sharding(gradients.shards)
-        vars(self).update(
-            _optimizer=optimizer,
-            _gradients=gradients,
-            _methods=methods,
-            _sharding=sharding,
-            _inputs=StepInputs(optimizer, is_sharded=sharding is not None),
-        )
 
     def __call__(self, params: Any, grads: Any, *args: Any, **kwargs: Any) -> Any:
         """Take a step, if the wrapped optimizer is called itself."""
@@ -173,8 +173,7 @@ class Distributed:
 
     def _inputs_of(self, params: Any, state: Any) -> Callable[[], Inputs]:
         """Return what returns what a step depends on, given its arguments."""
-        made: Callable[[], Inputs] = self._inputs.of(params, state)
-        return made
+        return self._inputs.of(params, state)
 
     def compression_state(self) -> dict[int, Any]:
         """Return what a compression remembers on this rank, to be saved; local.
@@ -208,7 +207,7 @@ class Distributed:
     def _copied(self, optimizer: Any) -> Distributed:
         made = type(self)(optimizer, self._gradients.copy())
         if self._sharding is not None:
-            vars(made).update(_sharding=self._sharding.copy())
+            vars(made).update(_sharding=copy.copy(self._sharding))
         return made
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:

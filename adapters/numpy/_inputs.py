@@ -21,13 +21,7 @@ class StepInputs:
     text, and those of a function the numbers with which it computes; its state are the arrays in
     its attributes that have the shape of a parameter, and the numbers beside these. An object may
     have attributes of another kind, which may differ between ranks.
-
-    Parameters
-    ----------
-    optimizer : object or function
-        The plain one.
-    is_sharded : bool
-        Whether each rank has a part of the state.
+    If it is sharded, each rank has a part of the state, which is not compared.
     """
 
     def __init__(self, optimizer: Any, *, is_sharded: bool) -> None:

@@ -26,13 +26,7 @@ def check_per_parameter(optimizer: Any) -> None:
 
 
 class Sharding:
-    """Which rank owns each parameter of one optimizer.
-
-    Parameters
-    ----------
-    shards : object
-        Exchanges parameters; see `arraycomm._training.shards`.
-    """
+    """Which rank owns each parameter of one optimizer."""
 
     def __init__(self, shards: Any) -> None:
         self._shards = shards
@@ -42,18 +36,11 @@ class Sharding:
         self._specs: list[Any] = []
         self._owners: tuple[int, ...] = ()
 
-    def copy(self) -> Sharding:
-        """Return the division of a copy of the optimizer."""
-        made = Sharding(self._shards)
-        vars(made).update(vars(self))
-        return made
-
     def update(self, update: Callable[[Any, Any], Any], params: Any, grads: Any) -> Any:
         """Return the parameters, each updated by its owner; collective."""
         self.adopt(params)
-        flat, rank = self._shards.flatten(params, "params"), self._shards.comm.rank
-        leaves = list(flat.leaves)
-        own = [number for number, owner in enumerate(self._owners) if owner == rank]
+        flat = self._shards.flatten(params, "params")
+        leaves, own = list(flat.leaves), self._owned_by(self._shards.comm.rank)
         updated = self._shards.guarded(lambda: self._updated(update, leaves, grads, own))
         for number, array in zip(own, updated, strict=True):
             leaves[number] = array
@@ -61,6 +48,9 @@ class Sharding:
         for number, values in self._shards.exchange(parameters):
             leaves[number] = values
         return flat.rebuild(leaves)
+
+    def _owned_by(self, rank: int) -> list[int]:
+        return [number for number, owner in enumerate(self._owners) if owner == rank]
 
     def adopt(self, params: Any) -> None:
         """Divide the parameters over the ranks, at the first call; raise if others come later."""
@@ -138,7 +128,7 @@ class Sharding:
         """Return the ranks' lists as a tree like the parameters; `_NOTHING` if they do not fit."""
         whole: list[Any] = [_NOTHING] * len(self._owners)
         for rank, part in enumerate(parts):
-            own = [number for number, owner in enumerate(self._owners) if owner == rank]
+            own = self._owned_by(rank)
             if not isinstance(part, list) or len(part) != len(own):
                 return _NOTHING
             for number, item in zip(own, part, strict=True):
