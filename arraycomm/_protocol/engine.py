@@ -230,33 +230,31 @@ class Engine:
                 raise NotFinishedError
 
         self.blocked = threading.get_ident() if timeout is None else None
-        self.progress.aside = True
+        self.progress.set_aside(True)
         try:
             self.wait_for(partial(self._pushed, task, self._polls), watch)
         finally:
-            self.blocked, self.progress.aside = None, False
+            self.blocked = None
+            self.progress.set_aside(False)
         task.outcome.claim()
         return task.take()
 
     def _advance(self, task: Task, polls: int) -> bool:
         """Push one task on; tell whether it is finished."""
         with task.pushing:
-            return self._push(task, polls)
-
-    def _push(self, task: Task, polls: int) -> bool:
-        while not task.finished:
-            try:
-                waiting, watch = task.waiting, task.watch or self._watch
-                if waiting is not None and not any(waiting.done() for _ in range(polls)):
-                    if getattr(waiting, "local", False):
-                        task.since = clock.now()
-                    waited = clock.now() - task.since
-                    if not done_after_all(waiting.done, watch, waited):
-                        return False
-                self._after_wait()
-            except Exception as error:
-                self.interrupted = task.waiting
-                task.fail(error)
-                return True
-            task.step()
-        return True
+            while not task.finished:
+                try:
+                    waiting, watch = task.waiting, task.watch or self._watch
+                    if waiting is not None and not any(waiting.done() for _ in range(polls)):
+                        if getattr(waiting, "local", False):
+                            task.since = clock.now()
+                        waited = clock.now() - task.since
+                        if not done_after_all(waiting.done, watch, waited):
+                            return False
+                    self._after_wait()
+                except Exception as error:
+                    self.interrupted = task.waiting
+                    task.fail(error)
+                    return True
+                task.step()
+            return True

@@ -132,9 +132,9 @@ def test_thread_looks_around_if_there_is_more_to_do(monkeypatch: pytest.MonkeyPa
     wait_until(lambda: waiting.looks > before)
     # A caller that pushes on by itself, and goes away.
     before = waiting.settle()
-    waiting.progress.aside = True
+    waiting.progress.set_aside(True)
     wait_until(lambda: not waiting.waiting.looking.locked())
-    waiting.progress.aside = False
+    waiting.progress.set_aside(False)
     wait_until(lambda: waiting.looks > before)
     # The end of the program.
     waiting.settle()

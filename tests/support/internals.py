@@ -93,7 +93,6 @@ def unnamed_files_refused(*, here: bool) -> Iterator[None]:
     from unittest import mock
 
     from arraycomm._transports import shared_files
-    from arraycomm._transports.mpi import memory as mpi_memory
 
     usual = shared_files.open_file
 
@@ -101,10 +100,7 @@ def unnamed_files_refused(*, here: bool) -> Iterator[None]:
         return None if here and path.startswith("/proc/") else usual(path, nbytes)
 
     try:
-        with (
-            mock.patch.object(mpi_memory, "open_file", open_file),
-            mock.patch.object(shared_files, "open_file", open_file),
-        ):
+        with mock.patch.object(shared_files, "open_file", open_file):
             yield
     finally:
         shared_files._names_needed = False

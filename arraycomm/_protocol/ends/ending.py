@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -15,7 +14,7 @@ from arraycomm._protocol.group import Group
 from arraycomm._protocol.header import Headers, Status
 from arraycomm._protocol.mismatch import name_ranks
 from arraycomm._protocol.waits import clock
-from arraycomm._protocol.waits.still_waiting import StillWaiting
+from arraycomm._protocol.waits.still_waiting import StillWaiting, say
 from arraycomm._transports.control import ControlChannel
 from arraycomm._transports.notes import ENDED, FAILED, GAVE_UP, GONE
 
@@ -77,10 +76,8 @@ def wait_for_ends(
 def _say_who_died(seen: list[_Ends]) -> bool:
     missed = [end for end in seen if end.died and end.group.closed is None]
     for end in missed:
-        with suppress(Exception):
-            ranks = f"{name_ranks(end.died)} ended before the end of the program"
-            sys.stderr.write(f"arraycomm: rank {end.group.rank} of {end.group.name}: {ranks}\n")
-            sys.stderr.flush()
+        ranks = f"{name_ranks(end.died)} ended before the end of the program"
+        say(f"arraycomm: rank {end.group.rank} of {end.group.name}: {ranks}\n")
     return bool(missed)
 
 

@@ -270,9 +270,7 @@ def _note_status() -> None:
 
 def mpi_has_peers() -> bool:
     """Return whether the program itself communicates over MPI."""
-    module = sys.modules.get("mpi4py.MPI")
-    alive = module and module.Is_initialized() and not module.Is_finalized()
-    return bool(alive and module and module.COMM_WORLD.size > 1)
+    return _mpi_is_active() and sys.modules["mpi4py.MPI"].COMM_WORLD.size > 1
 
 
 os.register_at_fork(after_in_child=_forget)

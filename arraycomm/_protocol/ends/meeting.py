@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import os
-import sys
 import threading
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
@@ -17,7 +17,7 @@ from arraycomm._protocol.ends.exit import take_over_the_end
 from arraycomm._protocol.ends.launcher import find_launcher
 from arraycomm._protocol.mismatch import name_ranks
 from arraycomm._protocol.waits import clock
-from arraycomm._protocol.waits.still_waiting import report_after
+from arraycomm._protocol.waits.still_waiting import report_after, say
 from arraycomm._protocol.waits.waiting import wait_for
 
 # Tags that programs hardly use: of what a rank says to rank 0, and of what that says.
@@ -97,24 +97,19 @@ def _initialize(module: Any, rc: Any) -> None:
 def _watch_beginning(begun: threading.Event, timeout: float) -> None:
     after = report_after() or timeout
     if after < timeout and not begun.wait(after):
-        _say(
-            f"arraycomm: still waiting in init for MPI to begin, which takes every rank{_absent()}"
-        )
+        waiting = "arraycomm: still waiting in init for MPI to begin, which takes every rank"
+        say(f"{waiting}{_absent()}\n")
         timeout -= after
     if not begun.wait(min(timeout, threading.TIMEOUT_MAX)):
         error = f"init: MPI has not begun in time, which takes every rank{_absent()}"
-        _say(f"arraycomm.CommTimeoutError: {error}; so this rank ends")
+        say(f"arraycomm.CommTimeoutError: {error}; so this rank ends\n")
         os._exit(1)
 
 
 def _absent() -> str:
     """Return which ranks of this node have not begun, as far as their processes show it."""
     ranks = [rank for rank, begun in sorted(ranks_here().items()) if not begun]
-    return (
-        f": {name_ranks(ranks)} of this node ha{'ve' if len(ranks) > 1 else 's'} not called it"
-        if ranks
-        else ""
-    )
+    return f": {name_ranks(ranks)} of this node {_have(ranks)} not called it" if ranks else ""
 
 
 def ranks_here() -> dict[int, bool]:
@@ -135,12 +130,6 @@ def ranks_here() -> dict[int, bool]:
                 loaded = "libmpi" in (path / "maps").read_text("utf-8", "replace")
                 found[rank] = found.get(rank, False) or loaded
     return found
-
-
-def _say(line: str) -> None:
-    with suppress(Exception):
-        sys.stderr.write(f"{line}\n")
-        sys.stderr.flush()
 
 
 # The meeting
@@ -177,7 +166,7 @@ class _Meeting:
         after = report_after()
         if not self._said and after is not None and waited > after and (missing := self.missing()):
             self._said = True
-            _say(f"arraycomm: still waiting in {self._what} for {missing}")
+            say(f"arraycomm: still waiting in {self._what} for {missing}\n")
         if waited > self._timeout + self.grace():
             self.give_up()
 
@@ -249,7 +238,7 @@ class _First(_Meeting):
             self._post(_ALL_HERE, rank, _FROM_FIRST)
 
     def missing(self) -> str:
-        return f"{name_ranks(sorted(self._absent))}, which {_have(len(self._absent))} not called it"
+        return f"{name_ranks(sorted(self._absent))}, which {_have(self._absent)} not called it"
 
     def give_up(self) -> None:
         missing = self.missing()
@@ -305,8 +294,8 @@ def _byte() -> Any:
     return MPI.BYTE
 
 
-def _have(number: int) -> str:
-    return "have" if number > 1 else "has"
+def _have(ranks: Collection[int]) -> str:
+    return "have" if len(ranks) > 1 else "has"
 
 
 # A collective call of MPI's own

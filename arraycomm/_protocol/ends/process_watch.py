@@ -23,6 +23,7 @@ from typing import Final
 from arraycomm import _transports
 from arraycomm._protocol.ends.launcher import Ancestor, find_launcher
 from arraycomm._protocol.waits import clock
+from arraycomm._protocol.waits.still_waiting import say
 from arraycomm._transports.base import Handle
 from arraycomm._transports.mpi.files import remove_mpi_files
 
@@ -86,10 +87,7 @@ def _polls(frame: FrameType | None) -> bool:
 def _end(reason: str, stack: Sequence[str] = ()) -> None:
     """Do as launchers do: ask the process to end, and end it if it goes on."""
     remove_mpi_files()
-    with suppress(Exception):
-        # Nobody may read it any more.
-        sys.stderr.write("".join([f"arraycomm: {reason}; so this rank ends\n", *stack]))
-        sys.stderr.flush()
+    say("".join([f"arraycomm: {reason}; so this rank ends\n", *stack]))
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(_PATIENCE)
     remove_mpi_files()

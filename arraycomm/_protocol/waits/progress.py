@@ -55,13 +55,8 @@ class ProgressThread:
         # Set to end a wait without the GIL.
         self._woken = memoryview(bytearray(4)).cast("i")
 
-    @property
-    def aside(self) -> bool:
-        """Whether the thread leaves the programs to a caller."""
-        return self._aside
-
-    @aside.setter
-    def aside(self, aside: bool) -> None:
+    def set_aside(self, aside: bool) -> None:
+        """Leave the programs to a caller, or do so no more."""
         self._aside = aside
         self._woken[0] = 1
 
@@ -99,14 +94,14 @@ class ProgressThread:
     def _run(self) -> None:
         while self._has_programs():
             self._woken[0] = 0
-            if not self.aside:
+            if not self._aside:
                 # Some MPI move a piece of the data with each poll. Late ranks come after one as
                 # well.
                 self._advance(_POLLS if self._moves() else 1)
-            if not self.aside and self._wait_without_gil():
+            if not self._aside and self._wait_without_gil():
                 continue
             # Data moves only while somebody polls; ranks that are late come without that.
-            if self._moves() and not self.aside:
+            if self._moves() and not self._aside:
                 give_up_core()
             else:
                 time.sleep(self._nap())

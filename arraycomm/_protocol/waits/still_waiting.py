@@ -51,6 +51,19 @@ def report_after() -> float | None:
     return _Setting.seconds
 
 
+def say(text: str) -> None:
+    """Write to stderr, in one piece; nobody may read it any more."""
+    with suppress(Exception):
+        sys.stderr.write(text)
+        sys.stderr.flush()
+
+
+def last_seen(control: ControlChannel, rank: int) -> tuple[WaitStatus | None, str]:
+    """Return what a rank waits in, and the last operation that it was seen in, if any."""
+    status = WaitStatus.decode(control.notes.wait_status(rank))
+    return status, Headers(control, 1).operation(rank) if control.step > 1 else ""
+
+
 class StillWaiting:
     """The line of one group on this rank, at most once a wait.
 
@@ -83,10 +96,7 @@ class StillWaiting:
 
     def _print(self, missing: Sequence[int]) -> None:
         where = f"in {self._operation} at {self._site}" if self._site else self._operation
-        text = f"arraycomm: still waiting {where} {self._cause(missing)}\n"
-        with suppress(Exception):
-            sys.stderr.write(text)
-            sys.stderr.flush()
+        say(f"arraycomm: still waiting {where} {self._cause(missing)}\n")
 
     def _cause(self, missing: Sequence[int]) -> str:
         if not missing:
@@ -103,13 +113,8 @@ class StillWaiting:
 
     def _place(self, rank: int) -> tuple[str, str]:
         """Return where a rank is, for one rank and for several."""
-        status = WaitStatus.decode(self._control.notes.wait_status(rank))
-        if status is not None:
-            text = str(status)
-            return text, text.replace("is ", "are ", 1).replace("has ", "have ", 1)
-        last = Headers(self._control, 1).operation(rank) if self._control.step > 1 else ""
-        if not last:
-            return "has made no call of this communicator so far", (
-                "have made no call of this communicator so far"
-            )
-        return f"is in its own code since {last}", f"are in their own code since {last}"
+        status, last = last_seen(self._control, rank)
+        if status is None and last:
+            return f"is in its own code since {last}", f"are in their own code since {last}"
+        text = str(status or "has made no call of this communicator so far")
+        return text, text.replace("is ", "are ", 1).replace("has ", "have ", 1)

@@ -39,20 +39,12 @@ def nap_of(waited: float, *, aside: bool = False) -> float:
     return min(max(NAP, (_PART_ASIDE if aside else _PART) * waited), _LONG_NAP)
 
 
-def _never() -> float:
-    return 0.0
-
-
-def _unknown() -> bool:
-    return False
-
-
 def wait_for(
     done: Callable[[], bool],
     spins: int,
     watch: Watch,
-    moved: Callable[[], float] = _never,
-    absent: Callable[[], bool] = _unknown,
+    moved: Callable[[], float] = lambda: 0.0,
+    absent: Callable[[], bool] = lambda: False,
 ) -> None:
     """Poll until `done`; `watch(seconds waited)` now and then, which may raise.
 

@@ -12,11 +12,10 @@ from typing import Any, Final, NamedTuple, ParamSpec, TypeVar
 
 from arraycomm._callsite import call_site
 from arraycomm._errors import CommTimeoutError, PeerError, TransportError
-from arraycomm._protocol.header import Headers
 from arraycomm._protocol.mismatch import how_left
 from arraycomm._protocol.waits import clock
-from arraycomm._protocol.waits.deadlock import DeadlockWatch, WaitStatus
-from arraycomm._protocol.waits.still_waiting import StillWaiting
+from arraycomm._protocol.waits.deadlock import DeadlockWatch
+from arraycomm._protocol.waits.still_waiting import StillWaiting, last_seen
 from arraycomm._transports.base import Transport
 from arraycomm._transports.notes import GAVE_UP, WELL, ExitNotice
 
@@ -269,10 +268,9 @@ class Watchdog:
 
     def last_seen(self, rank: int) -> str:
         """Return what another rank was last seen in, as the end of a sentence."""
-        status = WaitStatus.decode(self._control.notes.wait_status(rank))
+        status, operation = last_seen(self._control, rank)
         if status is not None:
             return str(status)
-        operation = Headers(self._control, 1).operation(rank) if self._control.step > 1 else ""
         return f"was last seen in {operation}" if operation else "was not seen in any call so far"
 
 
