@@ -126,7 +126,7 @@ class MeanMetrics(Operation):
     def result(self, agreement: Agreement) -> Any:
         sums = [
             slot.view(summand.dtype)
-            for (_, slot), summand in zip(self._packed.leaves(), self._summands, strict=True)
+            for slot, summand in zip(self._packed.leaves(), self._summands, strict=True)
         ]
         total = sums[-1][0]
         means = iter(

@@ -21,7 +21,7 @@ from arraycomm._protocol.details import CallDetail
 from arraycomm._training.comparison.verification import Shows, compare, nothing_shown
 from arraycomm._training.numbered import refuse_places
 from arraycomm._transports.base import Steps
-from arraycomm._trees.fusion import Fusion, RecentFusions, TreeMemory
+from arraycomm._trees.fusion import Fusion, TreeMemory, recent_fusions
 from arraycomm._trees.layout import Spec
 from arraycomm._trees.reduce import AllreduceGradients
 
@@ -119,7 +119,7 @@ class Bucket:
 
     def __init__(self, index: int, numbers: Sequence[int]) -> None:
         self.index, self.numbers = index, list(numbers)
-        self.fusions = RecentFusions()
+        self.fusions = recent_fusions()
 
 
 class Rounds:
@@ -226,7 +226,7 @@ class ReduceBucket(AllreduceGradients):
         self.further_words = () if self._look is None else self._look.words
 
     def fusion_of(self, specs: tuple[Spec, ...]) -> Fusion:
-        return self._bucket.fusions.of(specs, self._bucket_bytes)
+        return self._bucket.fusions(specs, self._bucket_bytes)
 
     def steps(self, agreement: Agreement) -> Steps:
         self._places = [Place.read(word) for word in agreement.free_words()]

@@ -236,7 +236,7 @@ def _reduce_weighted(
     yield from fusion.reduce(memory, packed, [sources[index] for index in present], "sum")
     total = sum(weights) if op == "mean" else 0.0
     reduced: list[Any] = [None] * len(agreed)
-    for number, slot in packed.leaves():
+    for number, slot in enumerate(packed.leaves()):
         reduced[present[number]] = _divided(slot, total, specs[number][0])
     return reduced
 

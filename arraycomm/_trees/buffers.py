@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Sequence
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -65,21 +65,19 @@ class Packed:
         self.buffer = allocate((self.nbytes,), BYTE) if buffer is None else buffer
         self.memory = self.split(self.buffer)
 
-    def leaves(self) -> Iterator[tuple[int, Array]]:
-        """Yield each leaf's number and its slot, as an array of its dtype and shape."""
-        for leaf, shape, dtype, offset in self._slots:
-            yield leaf, np.ndarray(shape, dtype, self.buffer, offset)
+    def leaves(self) -> list[Array]:
+        """Return each leaf's slot, as an array of its dtype and shape."""
+        flats = {bucket.dtype: self.buffer.view(bucket.dtype) for bucket in self.buckets}
+        return [
+            flats[dtype][elements] if len(shape) == 1 else flats[dtype][elements].reshape(shape)
+            for dtype, elements, shape in self._slots
+        ]
 
     def pack(self, sources: Sources, without: Container[int] = ()) -> None:
         """Copy the leaves in, but for those `without`; None stands for zeros."""
-        for leaf, slot in self.leaves():
-            source = sources[leaf]
-            if leaf in without:
-                continue
-            if source is None:
-                slot[...] = 0
-            else:
-                copy_into(slot, source.array)
+        for leaf, (slot, source) in enumerate(zip(self.leaves(), sources, strict=True)):
+            if leaf not in without:
+                copy_into(slot, None if source is None else source.array)
 
     def clear_gaps(self) -> None:
         """Zero the bytes between leaves: they are sent and reduced too, though never read."""
@@ -96,11 +94,12 @@ class Packed:
         return parts
 
 
-def copy_into(slot: Array, array: Array) -> None:
-    """Copy a leaf into its slot, whose dtype may be narrower."""
-    if array.dtype == slot.dtype:
-        slot[...] = array
+def copy_into(slot: Array, array: Array | None) -> Array:
+    """Copy a leaf into its slot, whose dtype may be narrower; None stands for zeros."""
+    if array is None or array.dtype == slot.dtype:
+        slot[...] = 0 if array is None else array
     else:
         # Compression: values that are too large for the narrower dtype become infinite.
         with np.errstate(all="ignore"):
             slot[...] = array
+    return slot

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import lru_cache
 from itertools import groupby, pairwise
-from typing import Final, TypeAlias
+from typing import Any, Final
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -16,8 +16,8 @@ from arraycomm._protocol.agreement import Agreement
 from arraycomm._protocol.group import Group
 from arraycomm._reduce import algorithms, chain
 from arraycomm._reduce.segment import ROWS, SharedSegment, segment_of
-from arraycomm._transports.base import Bytes, Steps, Transport
-from arraycomm._trees.buffers import BYTE, BufferPool, Packed, Sources, copy_into
+from arraycomm._transports.base import Steps, Transport
+from arraycomm._trees.buffers import BufferPool, Packed, Sources, copy_into
 from arraycomm._trees.held import ChunkTables, Held, hold, table_of
 from arraycomm._trees.layout import LeafSlot, Message, Part, Spec, cut, lay_out, messages, slots_of
 from arraycomm._trees.shared_memory import ChunkLayout
@@ -27,11 +27,6 @@ _LARGE: Final = 64 << 10
 # Between nodes, a leaf with so many bytes for each rank is a message of its own.
 _ALONE: Final = 512 << 10
 _NONE: Final[frozenset[int]] = frozenset()
-# The kinds of gradients whose memory is kept.
-_RECENT: Final = 2
-# The number of a leaf's dtype, which of its elements in the buffer are the leaf's, and their shape
-# if not flat.
-_Place: TypeAlias = tuple[int, slice, tuple[int, ...] | None]
 
 
 class Fusion:
@@ -54,37 +49,19 @@ class Fusion:
         self._pool = BufferPool(self.nbytes)
         # Made when the leaves first go through the shared segment.
         self._layouts: tuple[ChunkLayout, ...] | None = None
-        self._are_cut: set[int] = set()
         self._tables: ChunkTables | None = None
-        sizes = [math.prod(shape) * dtype.itemsize for dtype, shape in specs]
-        self._large = [leaf for leaf, nbytes in enumerate(sizes) if nbytes >= _LARGE]
-        # Holds a list of leaves, if all are contiguous arrays of NumPy that need no conversion.
-        self.hold = hold(specs)
-        self._parts = [Part(slot.leaf, 0, sizes[slot.leaf], slot.offset) for slot in self._slots]
+        self._dtypes = tuple(dtype for dtype, _ in specs)
+        self._shapes = tuple(shape for _, shape in specs)
+        self._parts = list(map(_whole, range(len(specs)), self._slots))
+        self._large = [part.leaf for part in self._parts if part.last >= _LARGE]
         self._whole = table_of(self._parts)
         # Made when leaves first go between nodes, with what is copied for them.
         self._messages: tuple[Message, ...] | None = None
         self._together = self._whole
-        self._dtypes = list(dict.fromkeys(dtype for dtype, _ in specs))
-        self._places = [self._place(slot, sizes[slot.leaf]) for slot in sorted(self._slots)]
 
-    def is_of(self, specs: tuple[Spec, ...], bucket_bytes: int) -> bool:
-        """Return whether it has these leaves, in messages of about so many bytes."""
-        return self.bucket_bytes == bucket_bytes and self.specs == specs
-
-    def _place(self, slot: LeafSlot, nbytes: int) -> _Place:
-        start, itemsize = slot.offset, slot.dtype.itemsize
-        elements = slice(start // itemsize, (start + nbytes) // itemsize)
-        flat = len(slot.shape) == 1
-        return self._dtypes.index(slot.dtype), elements, None if flat else slot.shape
-
-    def arrays(self, packed: Packed) -> list[Array]:
-        """Return each leaf's slot; for a thousand, slices are quicker than `Packed.leaves`."""
-        flats = [packed.buffer.view(dtype) for dtype in self._dtypes]
-        return [
-            flats[number][elements] if shape is None else flats[number][elements].reshape(shape)
-            for number, elements, shape in self._places
-        ]
+    def hold(self, arrays: list[Any]) -> Held | None:
+        """Hold the leaves, if all are contiguous arrays of NumPy that need no conversion."""
+        return hold(arrays, self._dtypes, self._shapes)
 
     def acquire(self) -> Packed:
         """Return memory for the results of one call."""
@@ -102,7 +79,8 @@ class Fusion:
         transport = group.transport
         if transport.chain is None:
             return (yield from segment_of(transport))
-        if not chain.is_preferred(transport, self._dtypes, self.nbytes):
+        dtypes = {bucket.dtype for bucket in self.buckets}
+        if not chain.is_preferred(transport, dtypes, self.nbytes):
             return None
         return (yield from chain.segment_of(transport))
 
@@ -129,20 +107,14 @@ class Fusion:
             over = _NONE
             if may_overwrite and not isinstance(sources, Held):
                 over = self._overwritable(sources)
-            held = self._held(sources)
-            if held is None:
-                assert not isinstance(sources, Held)
-                yield from self._reduce_chunks(segment, packed, sources, op, over)
+            held, layouts = self._held(packed, sources), self._layouts_in(segment)
+            if segment.chained or not held.native:
+                tasks = (each.task(held, packed.buffer, over) for each in layouts)
+                yield from segment.reduce(tasks, op, self.nbytes)
                 return over
-            layouts = self._layouts_in(segment)
-            if not segment.chained:
-                if self._tables is None or self._tables.over != over:
-                    self._tables = ChunkTables((each.tables(over) for each in layouts), over)
-                yield from held.reduce(segment, self._tables, op, packed.buffer)
-                return over
-            flats = {leaf: _flat(held.arrays[leaf]) for leaf in over}
-            tasks = (each.held_task(held, flats, packed.buffer, over) for each in layouts)
-            yield from segment.reduce(tasks, op, self.nbytes)
+            if self._tables is None or self._tables.over != over:
+                self._tables = ChunkTables((each.tables(over) for each in layouts), over)
+            yield from held.reduce(segment, self._tables, op, packed.buffer)
             return over
         yield from self._reduce_messages(memory.group.transport, packed, sources, op)
         return _NONE
@@ -190,10 +162,21 @@ class Fusion:
         else:
             packed.pack(sources)
 
-    def _held(self, sources: Sources | Held) -> Held | None:
+    def _held(self, packed: Packed, sources: Sources | Held) -> Held:
+        """Hold the leaves; what stands for zeros, or needs another dtype or layout, in its slot."""
         if isinstance(sources, Held):
             return sources
-        return self.hold([None if source is None else source.array for source in sources])
+        arrays = [None if source is None else source.array for source in sources]
+        held = self.hold(arrays)
+        if held is not None:
+            return held
+        fitting = [
+            array
+            if type(array) is np.ndarray and array.dtype is dtype and array.flags.c_contiguous
+            else copy_into(slot, array)
+            for array, dtype, slot in zip(arrays, self._dtypes, packed.leaves(), strict=True)
+        ]
+        return self.hold(fitting) or Held(fitting)
 
     def fold_payloads(self, group: Group, packed: Packed, agreement: Agreement, op: str) -> None:
         """Fold the payloads of the ranks' headers into `packed`."""
@@ -214,46 +197,15 @@ class Fusion:
         ]
         return frozenset(found) if found and _are_apart(sources) else _NONE
 
-    def _reduce_chunks(
-        self,
-        segment: SharedSegment,
-        packed: Packed,
-        sources: Sources,
-        op: str,
-        over: frozenset[int],
-    ) -> Steps:
-        layouts = self._layouts_in(segment)
-        arrays = self._arrays(packed, sources)
-        flats = {leaf: _flat(arrays[leaf]) for leaf in self._are_cut | over}
-        tasks = (layout.chunk_task(arrays, flats, packed.buffer, over) for layout in layouts)
-        yield from segment.reduce(tasks, op, self.nbytes)
-
     def _layouts_in(self, segment: SharedSegment) -> tuple[ChunkLayout, ...]:
         if self._layouts is None:
             chunks = enumerate(cut(self.buckets, segment.chunk_for(self.nbytes)))
             self._layouts = tuple(
-                ChunkLayout(chunk, segment, number % ROWS, self.specs) for number, chunk in chunks
+                ChunkLayout(chunk, segment, number % ROWS) for number, chunk in chunks
             )
-            self._are_cut = {leaf for layout in self._layouts for leaf, *_ in layout.ends}
         # They begin with the first rows, which are free after the header.
         segment.position = len(self._layouts)
         return self._layouts
-
-    def _arrays(self, packed: Packed, sources: Sources) -> list[Array | None]:
-        """Return each leaf itself, or its slot with a copy if it needs another dtype or layout."""
-        arrays: list[Array | None] = []
-        slots: dict[int, Array] | None = None
-        for leaf, source in enumerate(sources):
-            array = None if source is None else source.array
-            if array is not None and (
-                array.dtype != self.specs[leaf][0]
-                or (leaf in self._are_cut and not array.flags.c_contiguous)
-            ):
-                slots = slots or dict(packed.leaves())
-                copy_into(slots[leaf], array)
-                array = slots[leaf]
-            arrays.append(array)
-        return arrays
 
 
 class TreeMemory:
@@ -265,33 +217,22 @@ class TreeMemory:
         The communicator's.
     plans : mapping
         The fusions of plans that are in use, by their dtypes and shapes.
-    gradients : RecentFusions
-        The fusions of `allreduce_gradients`.
+    gradients : callable
+        Returns the fusions of `allreduce_gradients`; see `recent_fusions`.
     """
 
     def __init__(self, group: Group) -> None:
         self.group = group
         self.plans: WeakValueDictionary[tuple[Spec, ...], Fusion] = WeakValueDictionary()
-        self.gradients = RecentFusions()
+        self.gradients = recent_fusions()
 
 
-class RecentFusions:
-    """The fusions of the gradients that were reduced last, with their memory.
+def recent_fusions() -> Callable[[tuple[Spec, ...], int], Fusion]:
+    """Return what makes fusions, and keeps those that were used last, with their memory.
 
-    Those of two kinds are kept, for models that are trained in turns; one without bytes is made in
-    no time.
+    Those of two kinds are kept, for models that are trained in turns.
     """
-
-    def __init__(self) -> None:
-        self._kept: list[Fusion] = []
-
-    def of(self, specs: tuple[Spec, ...], bucket_bytes: int) -> Fusion:
-        """Return the fusion of gradients of these specs."""
-        found = next((kept for kept in self._kept if kept.is_of(specs, bucket_bytes)), None)
-        found = found or Fusion(specs, bucket_bytes)
-        if found.nbytes:
-            self._kept = [found, *(kept for kept in self._kept if kept is not found)][:_RECENT]
-        return found
+    return lru_cache(maxsize=2)(Fusion)
 
 
 def _are_apart(views: Iterable[BufferView | None]) -> bool:
@@ -301,5 +242,8 @@ def _are_apart(views: Iterable[BufferView | None]) -> bool:
     return all(one[1] <= other[0] for one, other in pairwise(ends))
 
 
-def _flat(array: Array | None) -> Bytes | None:
-    return None if array is None else array.reshape(-1).view(BYTE)
+def _whole(leaf: int, slot: LeafSlot) -> Part:
+    """Return all of a leaf, as a part of the buffer."""
+    itemsize = slot.dtype.itemsize
+    start, stop = slot.elements.start * itemsize, slot.elements.stop * itemsize
+    return Part(leaf, 0, stop - start, start)

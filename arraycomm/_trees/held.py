@@ -1,8 +1,8 @@
-"""The leaves of a tree, held by the native part, which copies and folds many in one call."""
+"""The leaves of a tree; the native part holds their memory, and copies many in one call."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from itertools import accumulate
 from typing import Any
 
@@ -15,31 +15,42 @@ from arraycomm._native import compiled
 from arraycomm._reduce.segment import SharedSegment
 from arraycomm._transports.base import Bytes, Steps
 from arraycomm._trees.buffers import BYTE
-from arraycomm._trees.layout import Part, Spec
+from arraycomm._trees.layout import Part
 
 
 class Held:
-    """The memory of NumPy arrays, which stays theirs and keeps its place until this object is gone.
+    """The memory of contiguous NumPy arrays, which keeps its place until this object is gone.
 
-    Parts are a table of `table_of`.
+    Attributes
+    ----------
+    arrays : list of ndarray
+        The leaves.
+    native : bool
+        Whether the native part holds them.
     """
 
-    def __init__(self, leaves: Any, arrays: list[Any]) -> None:
-        self._leaves, self.arrays = leaves, arrays
+    def __init__(self, arrays: list[Any], leaves: Any = None) -> None:
+        self.arrays, self._leaves = arrays, leaves
+        self.native = leaves is not None
 
-    def part(self, part: Part) -> Bytes:
-        """Return the bytes of a part of a leaf."""
-        flat: Bytes = self.arrays[part.leaf].reshape(-1).view(BYTE)
-        return flat[part.first : part.last]
+    def flat(self, leaf: int) -> Bytes:
+        """Return the bytes of a leaf."""
+        flat: Bytes = self.arrays[leaf].reshape(-1).view(BYTE)
+        return flat
 
     def fill(self, row: Bytes, parts: Array) -> None:
-        """Copy parts of the leaves into a row."""
-        self._leaves.fill(row, parts)
+        """Copy parts of the leaves, a table of `table_of`, into a row."""
+        if self.native:
+            self._leaves.fill(row, parts)
+            return
+        for leaf, first, nbytes, at in parts.tolist():
+            row[at : at + nbytes] = self.flat(leaf)[first : first + nbytes]
 
     def reduce(self, segment: SharedSegment, tables: ChunkTables, op: str, target: Bytes) -> Steps:
         """Reduce the leaves through a segment, of which the native part makes all turns.
 
-        `target` overlaps no leaf; nor do leaves over which results are written.
+        Leaves may lie in `target` where their results do. Those over which results are written
+        overlap nothing else.
         """
         tree, chunk = tables.of(op), segment.chunk_bytes
         yield from segment.reduce_natively(
@@ -82,17 +93,12 @@ class ChunkTables:
         return self._by_op[op]
 
 
-def hold(specs: Sequence[Spec]) -> Callable[[list[Any]], Held | None]:
-    """Return what holds a list of arrays of these dtypes and shapes; for others it returns None."""
-    dtypes, shapes = tuple(dtype for dtype, _ in specs), tuple(shape for _, shape in specs)
-
-    def held(arrays: list[Any]) -> Held | None:
-        if compiled is None:
-            return None
-        leaves = compiled.hold(np.ndarray, arrays, dtypes, shapes)
-        return None if leaves is None else Held(leaves, arrays)
-
-    return held
+def hold(
+    arrays: list[Any], dtypes: tuple[DType, ...], shapes: tuple[tuple[int, ...], ...]
+) -> Held | None:
+    """Return arrays held by the native part, if they have these very dtypes, and these shapes."""
+    leaves = None if compiled is None else compiled.hold(np.ndarray, arrays, dtypes, shapes)
+    return None if leaves is None else Held(arrays, leaves)
 
 
 def table_of(parts: Iterable[Part]) -> Array:

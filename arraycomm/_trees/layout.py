@@ -40,12 +40,11 @@ class Bucket(NamedTuple):
 
 
 class LeafSlot(NamedTuple):
-    """One leaf among buckets that lie one after another: `offset` is in bytes from the first."""
+    """One leaf among buckets that lie one after another; `elements` count in its own dtype."""
 
-    leaf: int
-    shape: tuple[int, ...]
     dtype: DType
-    offset: int
+    elements: slice
+    shape: tuple[int, ...]
 
 
 # The leaf that stands for the memory of the results.
@@ -94,14 +93,15 @@ def lay_out(specs: tuple[Spec, ...], bucket_bytes: int) -> tuple[Bucket, ...]:
 
 
 def slots_of(specs: tuple[Spec, ...], buckets: Iterable[Bucket]) -> tuple[LeafSlot, ...]:
-    """Return a slot for each leaf, bucket by bucket."""
-    slots, base = [], 0
+    """Return a slot for each leaf, in their order."""
+    slots, base = dict[int, LeafSlot](), 0
     for bucket in buckets:
-        for leaf, offset, _ in bucket.pieces:
+        for leaf, offset, nbytes in bucket.pieces:
             dtype, shape = specs[leaf]
-            slots.append(LeafSlot(leaf, shape, dtype, base + offset))
+            start, count = (base + offset) // dtype.itemsize, nbytes // dtype.itemsize
+            slots[leaf] = LeafSlot(dtype, slice(start, start + count), shape)
         base += bucket.nbytes
-    return tuple(slots)
+    return tuple(slots[leaf] for leaf in range(len(specs)))
 
 
 class Message(NamedTuple):

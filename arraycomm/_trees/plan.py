@@ -233,7 +233,7 @@ class RunPlan(Operation):
 
     def result(self, agreement: Agreement) -> Any:
         if self._held is not None:
-            return self._flat.rebuild(self._fusion.arrays(self._packed))
+            return self._flat.rebuild(self._packed.leaves())
         made = results(self._leaves.views, self._present, self._packed, ready=self._reduced)
         return self._leaves.rebuild(made)
 

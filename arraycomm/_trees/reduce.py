@@ -170,7 +170,7 @@ class AllreduceGradients(AllreduceTree):
         self.independent_on_devices = missing != "zeros"
 
     def fusion_of(self, specs: tuple[Spec, ...]) -> Fusion:
-        return self._memory.gradients.of(specs, self._bucket_bytes)
+        return self._memory.gradients(specs, self._bucket_bytes)
 
 
 def check_compression(compression: object) -> None:
@@ -224,15 +224,13 @@ def results(
     `dtypes` are the dtypes of these, by default those of the views. `ready` has the results of
     other leaves, by their numbers.
     """
-    made: list[Any] = [None] * len(views)
-    for index, result in (ready or {}).items():
-        made[index] = result
-    for number, slot in packed.leaves():
-        like = views[present[number]]
+    made = dict(ready or {})
+    for number, (index, slot) in enumerate(zip(present, packed.leaves(), strict=True)):
+        like = views[index]
         assert like is not None
-        if made[present[number]] is not None:
+        if index in made:
             continue
         wanted = like.array.dtype if dtypes is None else dtypes[number]
         array = slot if slot.dtype == wanted else slot.astype(wanted)
-        made[present[number]] = to_framework(array, like)
-    return made
+        made[index] = to_framework(array, like)
+    return [made.get(index) for index in range(len(views))]

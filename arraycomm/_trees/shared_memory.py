@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Final
+
+import numpy as np
 
 from arraycomm._arrays.buffer import Array
 from arraycomm._dtypes import DType
 from arraycomm._reduce.segment import ChunkTask, SharedSegment, Targets
 from arraycomm._transports.base import Bytes
 from arraycomm._trees.held import Held, table_of
-from arraycomm._trees.layout import ALIGNMENT, RESULTS, Chunk, Part, Spec
+from arraycomm._trees.layout import ALIGNMENT, RESULTS, Chunk, Part
 
 # A part of a leaf with so many bytes is folded from where it lies, along a chain of nodes.
 _PIECE: Final = 16 << 10
@@ -27,15 +28,9 @@ class ChunkLayout:
         Where the chunk lies among all buckets.
     rows : list of ndarray
         Every rank's row as elements of the chunk.
-    leaves : list of (int, ndarray)
-        The leaves that lie in the chunk as a whole, and their parts of this rank's row.
-    ends : list of (int, slice, ndarray)
-        The same for leaves that are cut: which of their bytes lie where.
     """
 
-    def __init__(
-        self, chunk: Chunk, segment: SharedSegment, number: int, specs: tuple[Spec, ...]
-    ) -> None:
+    def __init__(self, chunk: Chunk, segment: SharedSegment, number: int) -> None:
         self.dtype, self.span = chunk.dtype, slice(chunk.start, chunk.stop)
         self._parts = chunk.parts
         rows = segment.rows[number, :, : chunk.stop - chunk.start]
@@ -47,57 +42,40 @@ class ChunkLayout:
         # Of what lies in the chunk, what this rank folds, and what others fold.
         mine = list(_between(start, stop, chunk.parts))
         others = [*_between(0, start, chunk.parts), *_between(stop, rows.shape[1], chunk.parts)]
-        self._pieces: list[tuple[slice, Part | None]] = []
+        self._pieces: list[tuple[slice, Part | None]] | None = None
         if segment.chained:
-            others += [part for part in mine if not _is_piece(part)]
             self._pieces = list(_pieces(own, filter(_is_piece, mine), itemsize))
+            mine = [part for part in mine if not _is_piece(part)]
         self._own, self._others = table_of(mine), table_of(others)
-        self.leaves: list[tuple[int, Array]] = []
-        self.ends: list[tuple[int, slice, Bytes]] = []
-        for leaf, first, last, at in chunk.parts:
-            dtype, shape = specs[leaf]
-            part = self._own_row[at : at + last - first]
-            if last - first == math.prod(shape) * dtype.itemsize:
-                self.leaves.append((leaf, part.view(dtype).reshape(shape)))
-            else:
-                self.ends.append((leaf, slice(first, last), part))
-
-    def chunk_task(
-        self,
-        arrays: Sequence[Array | None],
-        flats: Mapping[int, Bytes | None],
-        buffer: Bytes,
-        over: frozenset[int],
-    ) -> ChunkTask:
-        """Return the chunk of one call, with these leaves; the results of some go over them."""
-        targets = partial(self.targets, flats, buffer, over)
-        return ChunkTask(partial(self.fill, arrays, flats), self.dtype, self.rows, targets)
+        self._filled = np.concatenate([self._others, self._own])
 
     def tables(self, over: frozenset[int]) -> tuple[DType, int, list[Array]]:
         """Return the chunk's dtype and bytes, and its parts: others' folds, own folds, results."""
         nbytes = self.span.stop - self.span.start
         return self.dtype, nbytes, [self._others, self._own, table_of(self._results(over))]
 
-    def held_task(
-        self, held: Held, flats: Mapping[int, Bytes | None], buffer: Bytes, over: frozenset[int]
-    ) -> ChunkTask:
-        """Return the chunk of one call along a chain of nodes, with leaves whose memory is held."""
-        pieces = [(own, part and held.part(part).view(self.dtype)) for own, part in self._pieces]
+    def task(self, held: Held, buffer: Bytes, over: frozenset[int]) -> ChunkTask:
+        """Return the chunk of one call, whose turns are made in Python."""
+        pieces = (
+            None
+            if self._pieces is None
+            else [
+                (own, part and held.flat(part.leaf)[part.first : part.last].view(self.dtype))
+                for own, part in self._pieces
+            ]
+        )
         return ChunkTask(
-            partial(held.fill, self._own_row, self._others),
+            partial(held.fill, self._own_row, self._filled),
             self.dtype,
             self.rows,
-            partial(self.targets, flats, buffer, over),
+            partial(self.targets, held, buffer, over),
             pieces,
         )
 
-    def targets(
-        self, flats: Mapping[int, Bytes | None], buffer: Bytes, over: frozenset[int]
-    ) -> Targets:
+    def targets(self, held: Held, buffer: Bytes, over: frozenset[int]) -> Targets:
         """Yield where results go: over the leaves in `over`, and those of others to the buffer."""
         for leaf, first, last, at in self._results(over):
-            memory, itemsize = buffer if leaf == RESULTS else flats[leaf], self.dtype.itemsize
-            assert memory is not None
+            memory, itemsize = buffer if leaf == RESULTS else held.flat(leaf), self.dtype.itemsize
             start, stop = at // itemsize, (at + last - first) // itemsize
             yield slice(start, stop), memory[first:last].view(self.dtype)
 
@@ -113,15 +91,6 @@ class ChunkLayout:
             done = part.at + part.last - part.first + -part.last % ALIGNMENT
         if done < end:
             yield Part(RESULTS, base + done, base + end, done)
-
-    def fill(self, arrays: Sequence[Array | None], flats: Mapping[int, Bytes | None]) -> None:
-        """Copy the leaves' parts into this rank's row; None stands for zeros."""
-        for leaf, into in self.leaves:
-            array = arrays[leaf]
-            into[...] = 0 if array is None else array
-        for leaf, part, into in self.ends:
-            flat = flats[leaf]
-            into[...] = 0 if flat is None else flat[part]
 
 
 def _is_piece(part: Part) -> bool:

@@ -15,7 +15,7 @@ from arraycomm._arrays.views import view
 from arraycomm._calls.arguments import check_root
 from arraycomm._calls.attempts import attempt_together, take_together
 from arraycomm._calls.operation import Context, Operation
-from arraycomm._collectives.objects import dumps, loads
+from arraycomm._calls.pickles import dumps, loads
 from arraycomm._errors import MismatchError
 from arraycomm._protocol.agreement import Agreement
 from arraycomm._protocol.announced import check_size, malformed
@@ -181,20 +181,17 @@ class _Part(NamedTuple):
 
 
 def _pack_raw(packed: Packed, arrays: Sequence[BufferView]) -> None:
-    for number, slot in packed.leaves():
-        array = arrays[number].array
-        slot.view(array.dtype).reshape(array.shape)[...] = array
+    for slot, source in zip(packed.leaves(), arrays, strict=True):
+        slot.view(source.dtype).reshape(source.shape)[...] = source.array
 
 
 def _received(parts: Sequence[_Part], packed: Packed, values: Any, is_root: bool) -> list[Any]:
-    slots = dict(packed.leaves())
+    slots = iter(packed.leaves())
     results: list[Any] = []
-    arrays = 0
     for part in parts:
         if part.array is not None:
-            slot = slots[arrays].view(part.array.dtype).reshape(part.array.shape)
+            slot = next(slots).view(part.array.dtype).reshape(part.array.shape)
             results.append(part.receive(to_framework(slot, part.array)))
-            arrays += 1
         elif part.value is _Kept:
             results.append(part.receive(None))
         else:

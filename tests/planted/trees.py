@@ -68,9 +68,9 @@ TREES: Final = (
     ),
     Fault(
         "end of a chunk: every part of a leaf that is cut is taken from its beginning",
-        _SHARED,
-        "                self.ends.append((leaf, slice(first, last), part))",
-        "                self.ends.append((leaf, slice(0, last - first), part))",
+        "arraycomm/_trees/held.py",
+        "self.flat(leaf)[first : first + nbytes]",
+        "self.flat(leaf)[:nbytes]",
         ("shared_memory_does_not_matter",),
     ),
     Fault(
@@ -93,8 +93,8 @@ TREES: Final = (
         "no zeros for a missing gradient: "
         "the memory of a gradient that a rank lacks keeps what was in it",
         _BUFFERS,
-        "            if source is None:\n                slot[...] = 0",
-        "            if source is None:\n                pass",
+        "        slot[...] = 0 if array is None else array",
+        "        slot[...] = slot if array is None else array",
         ("missing_gradients_count_as_zeros",),
     ),
     Fault(

@@ -56,6 +56,18 @@ def test_means_are_weighted_and_keep_their_kind(on_ranks, size) -> None:
     on_ranks(size, check)
 
 
+def test_a_large_array_among_small_ones_keeps_its_place(on_ranks, several) -> None:
+    """Large leaves travel behind the small ones, whatever their order in the tree."""
+
+    def check(comm: Communicator) -> None:
+        tree = {"a": 1.0, "b": np.full(200_000, 2.0), "c": 3.0}
+        got = ac.mean_metrics(tree, comm.rank + 1, comm=comm)
+        assert (got["a"], got["c"]) == (1.0, 3.0)
+        assert got["b"].tobytes() == tree["b"].tobytes()
+
+    on_ranks(several, check)
+
+
 @pytest.mark.parametrize("count", [10, 200_000])
 def test_a_mean_is_one_message_whatever_it_holds(on_ranks, size, count) -> None:
     def check(comm: Communicator) -> None:
