@@ -18,7 +18,11 @@ _USAGE_ERROR: Final = 2
 
 
 class _Command(NamedTuple):
-    """A module with `add_arguments(parser)` and `run(arguments) -> int`, a summary, an example."""
+    """A module, a summary, an example.
+
+    The module has `add_arguments(parser)` and `run(arguments) -> int`; `arguments.words` are those
+    of the command line, from the command on.
+    """
 
     module: str
     summary: str
@@ -134,7 +138,7 @@ def _parser(argv: Sequence[str]) -> tuple[_Parser, list[str]]:
         if name in argv[:1]:
             module = importlib.import_module(module_name)
             module.add_arguments(command)
-            command.set_defaults(run=module.run)
+            command.set_defaults(run=module.run, words=words)
             if hasattr(module, "arrange"):
                 words[1:] = module.arrange(words[1:])
     return parser, words

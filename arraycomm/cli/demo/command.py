@@ -56,23 +56,12 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.worker is None and arguments.ranks > 1 and detect(os.environ) is None:
         return launch(
             arguments.ranks,
-            _worker_arguments(arguments, progress),
+            ["demo", "--worker", progress, *arguments.words[1:]],
             otherwise=", or run in one process: --ranks 1",
         )
     ranks = None if arguments.worker is None else arguments.ranks
     how = arguments.worker or progress
     return take_part(arguments.frameworks, ranks, arguments.epochs, how, arguments.picture)
-
-
-def _worker_arguments(arguments: argparse.Namespace, progress: str) -> list[str]:
-    options = {
-        "--frameworks": ",".join(arguments.frameworks),
-        "--ranks": str(arguments.ranks),
-        "--epochs": str(arguments.epochs),
-        "--picture": str(arguments.picture),
-        "--worker": progress,
-    }
-    return ["demo", *(word for option in options.items() for word in option)]
 
 
 def _frameworks(text: str) -> tuple[str, ...]:

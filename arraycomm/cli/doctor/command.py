@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Examine and print; return 0, or 1 if several ranks could not communicate here."""
     started = launched(os.environ)
     if started is None and arguments.ranks is not None:
-        return launch(arguments.ranks, _words(arguments))
+        return launch(arguments.ranks, arguments.words)
     if started is None:
         return _show(_examine_alone(arguments.frameworks), arguments.json)
     try:
@@ -56,11 +56,6 @@ def run(arguments: argparse.Namespace) -> int:
         return 1
     found = _examine_job(comm, started.launcher, arguments.frameworks)
     return 0 if found is None else _show(found, arguments.json)
-
-
-def _words(arguments: argparse.Namespace) -> list[str]:
-    flags = ["--json"] if arguments.json else []
-    return ["doctor", *flags, "--frameworks", ",".join(arguments.frameworks)]
 
 
 def _frameworks(text: str) -> list[str]:
