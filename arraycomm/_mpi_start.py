@@ -158,7 +158,10 @@ def open_over_mpi(mpi_comm: Any, arguments: Arguments) -> Opened:
     meet(mpi_comm, what, timeout)
     own, request = mpi_comm.Idup()
     finish(request, what, timeout)
-    _compare_versions(own)
+    # Texts, which any version can read.
+    if len(set(own.allgather(code_digest()))) > 1:
+        version = f"{installed_version()} in {os.path.dirname(__file__)} (code {code_digest()})"
+        refuse_different(own.allgather(version))
     transport = make(own)
     try:
         options, request = _checked_by_all(own, arguments, transport)
@@ -193,18 +196,8 @@ def _check_kind(mpi_comm: Any) -> None:
         )
 
 
-def _compare_versions(mpi_comm: Any) -> None:
-    """Raise on every rank if their versions differ: they would misread one another's headers.
-
-    What is exchanged here is text, which any version can read.
-    """
-    if len(set(mpi_comm.allgather(code_digest()))) > 1:
-        version = f"{installed_version()} in {os.path.dirname(__file__)} (code {code_digest()})"
-        refuse_different(mpi_comm.allgather(version))
-
-
 def refuse_different(versions: Sequence[str]) -> None:
-    """Raise if ranks have different versions of arraycomm."""
+    """Raise if the ranks' versions differ: they would misread one another's headers."""
     if len(set(versions)) > 1:
         raise MismatchError(
             f"init: ranks run different versions of arraycomm: {by_ranks(versions)}; install the "

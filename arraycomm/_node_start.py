@@ -51,7 +51,8 @@ def open_on_node(store: Store, rank: int, size: int, arguments: Arguments) -> Op
     """
     refuse_forked_child("init")
     watch_exit()
-    _compare_versions(store, rank, size)
+    store.set(f"version/{rank}", code_digest())
+    refuse_different([store.get(f"version/{other}").decode() for other in range(size)])
     options, request = _checked_by_all(store, rank, size, arguments)
 
     def get(key: str) -> str:
@@ -65,12 +66,6 @@ def open_on_node(store: Store, rank: int, size: int, arguments: Arguments) -> Op
         )
     lives = find_lives(store.set, get, rank, size)
     return open_root(ProcessesTransport(memory, rank, size, lives), options, request)
-
-
-def _compare_versions(store: Store, rank: int, size: int) -> None:
-    """Raise on every rank if their versions differ: they would misread one another's headers."""
-    store.set(f"version/{rank}", code_digest())
-    refuse_different([store.get(f"version/{other}").decode() for other in range(size)])
 
 
 def _checked_by_all(

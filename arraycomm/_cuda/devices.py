@@ -325,11 +325,6 @@ class Devices(Placements):
         on_device = self._progress is not None and self._progress.pending
         return on_device or not group.engine.idle
 
-    @property
-    def keeping(self) -> bool:
-        """Whether there is anything to sweep."""
-        return bool(len(LEASES))
-
     def check(self) -> None:
         """Raise if the work under way has been aborted, so that there is no result."""
         error = None if self.link is None else self.link.error()
@@ -409,4 +404,4 @@ class _Watch:
 # failed, or that the time is up, and ends the wait. Another looks at events, and may have to wait
 # for CUDA meanwhile.
 _watch = _Watch("arraycomm-devices", Devices.look, operator.attrgetter("under_way"))
-_sweep = _Watch("arraycomm-events", Devices.sweep, operator.attrgetter("keeping"))
+_sweep = _Watch("arraycomm-events", Devices.sweep, lambda _: bool(len(LEASES)))
