@@ -96,12 +96,12 @@ class Foreign(NamedTuple):
     copied: bool
 
 
-class _Memory:
+class Memory:
     """Memory for `np.asarray`, whose array keeps the memory's owner alive."""
 
     __slots__ = ("__array_interface__", "owner")
 
-    def __init__(self, interface: dict[str, Any], owner: object) -> None:
+    def __init__(self, interface: dict[str, Any], owner: Any) -> None:
         self.__array_interface__ = interface
         self.owner = owner
 
@@ -136,25 +136,16 @@ def read(x: Any, device: tuple[int, int], label: str) -> Foreign:
 def request(x: Any, keyword_fallbacks: tuple[dict[str, Any], ...], label: str) -> Any:
     """Call `x.__dlpack__` with the first of these sets of keywords that it accepts."""
     # No error is kept in a variable: its traceback has this frame, and with it the array.
-    for keywords in keyword_fallbacks[:-1]:
+    for keywords in keyword_fallbacks:
         try:
             return x.__dlpack__(**keywords)
-        except TypeError:
-            continue
         except MemoryError:
             raise
         except Exception as error:
-            raise _raised(label, error) from error
-    try:
-        return x.__dlpack__(**keyword_fallbacks[-1])
-    except MemoryError:
-        raise
-    except Exception as error:
-        raise _raised(label, error) from error
-
-
-def _raised(label: str, error: Exception) -> BufferError:
-    return BufferError(f"{label}.__dlpack__() raised {describe(error)}")
+            if isinstance(error, TypeError) and keywords is not keyword_fallbacks[-1]:
+                continue
+            raise BufferError(f"{label}.__dlpack__() raised {describe(error)}") from error
+    raise AssertionError("there are keywords to try")
 
 
 def open_capsule(capsule: Any, label: str) -> tuple[Any, int]:
@@ -258,7 +249,7 @@ def array_at(
         "data": (address, readonly),
         "strides": None if strides is None else tuple(strides),
     }
-    return np.asarray(_Memory(interface, owner)).view(dtype)
+    return np.asarray(Memory(interface, owner)).view(dtype)
 
 
 def check_extent(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
@@ -11,15 +11,10 @@ from arraycomm._arrays.frameworks import BY_NAME
 from arraycomm._arrays.views import view
 from arraycomm._dtypes import DType, name_of
 
-# Every small call passes here, so these are found by one look-up.
-_TO_FRAMEWORK: Final = {name: row.to_framework for name, row in BY_NAME.items()}
-_COMMIT_OUT: Final = {name: row.commit_out for name, row in BY_NAME.items()}
-_ALLOCATE: Final = {name: row.allocate for name, row in BY_NAME.items() if row.allocate is not None}
-
 
 def allocate_like(shape: tuple[int, ...], dtype: DType, like: BufferView) -> Array:
     """Return memory as `allocate` does, or the framework's own, which `to_framework` takes over."""
-    own = _ALLOCATE.get(like.framework) if like.device == CPU else None
+    own = BY_NAME[like.framework].allocate if like.device == CPU else None
     return allocate(shape, dtype) if own is None else own(shape, dtype)
 
 
@@ -29,7 +24,7 @@ def to_framework(array: Array, like: BufferView) -> Any:
     The caller must not use `array` any more: the framework takes its memory over if it can, see
     `Framework.takes_over`.
     """
-    return _TO_FRAMEWORK[like.framework](array, like)
+    return BY_NAME[like.framework].to_framework(array, like)
 
 
 def commit_out(out: BufferView) -> Any:
@@ -38,7 +33,7 @@ def commit_out(out: BufferView) -> Any:
     A view that is a copy is copied back. PyTorch is told that the tensor changed, so that autograd
     notices if an older value was saved.
     """
-    return _COMMIT_OUT[out.framework](out)
+    return BY_NAME[out.framework].commit_out(out)
 
 
 def view_out(out: Any, shape: tuple[int, ...], dtype: DType) -> BufferView:

@@ -12,30 +12,10 @@ from arraycomm._arrays.buffer import CPU, Array, BufferView, Device, Reader
 from arraycomm._dtypes import DType, name_of
 
 
-def _any_dtype(_dtype: DType) -> bool:
-    return True
-
-
 def _copy_back(out: BufferView) -> Any:
     if out.copied:
         np.copyto(out.source, out.array)
     return out.source
-
-
-def _takes_all(_source: Any) -> frozenset[DType]:
-    return frozenset()
-
-
-def _float64() -> DType:
-    return np.dtype(np.float64)
-
-
-def _never(_array: Array) -> None:
-    return None
-
-
-def _as_asked(_result: Any, _array: Array) -> None:
-    return None
 
 
 def unconverted(source: BufferView, _like: BufferView) -> bool:
@@ -70,17 +50,17 @@ class Framework:
     # any is as good.
     allocate: Callable[[tuple[int, ...], DType], Array] | None = None
     # Keeps an array's memory where it is, since another framework's array shares it from now on.
-    pin: Callable[[Any], object] = _never
+    pin: Callable[[Any], object] = lambda _: None
     # Returns an array's device without reading the elements. None if only reading tells.
     device_of: Callable[[Any], Device] | None = None
     # Returns whether `to_framework` hands over memory of a dtype without a copy.
-    takes_over: Callable[[DType], bool] = _any_dtype
+    takes_over: Callable[[DType], bool] = lambda _: True
     # Finishes a write into the view of an `out`, and returns the caller's object.
     commit_out: Callable[[BufferView], Any] = _copy_back
     # Returns the float dtype of most bits.
-    widest_float: Callable[[], DType] = _float64
+    widest_float: Callable[[], DType] = lambda: np.dtype(np.float64)
     # Returns the dtypes of the table that a result like an array cannot have. Gets that array.
-    lacks: Callable[[Any], frozenset[DType]] = _takes_all
+    lacks: Callable[[Any], frozenset[DType]] = lambda _: frozenset()
     # Whether a result can have a dtype that is not in the table, such as a structured one.
     takes_opaque: bool = True
     # Whether its values are numbers, which have no memory.
@@ -98,9 +78,9 @@ class Framework:
     # views are of this framework, on one device.
     is_already: Callable[[BufferView, BufferView], bool] = unconverted
     # Says why the framework cannot share a NumPy array's memory; None if it can.
-    reason_to_copy: Callable[[Array], str | None] = _never
+    reason_to_copy: Callable[[Array], str | None] = lambda _: None
     # Says why a result is not the memory that `to_framework` got; None if it is.
-    reason_copied: Callable[[Any, Array], str | None] = _as_asked
+    reason_copied: Callable[[Any, Array], str | None] = lambda _, __: None
     # None if its arrays are always on the host.
     on_device: OnDevice | None = None
 

@@ -79,10 +79,6 @@ def _to_cupy(array: Array, like: BufferView) -> Any:
         return _upload(array)
 
 
-def _takes_over(_dtype: DType) -> bool:
-    return False
-
-
 def _commit_out(out: BufferView) -> Any:
     with working_on(out.device[1]):
         target = _as_bits(as_cupy(out.source))
@@ -96,7 +92,7 @@ CUPY: Final = Framework(
     read=read_cupy,
     device_of=cupy_device,
     to_framework=_to_cupy,
-    takes_over=_takes_over,
+    takes_over=lambda _: False,
     commit_out=_commit_out,
     takes_opaque=False,
     copies_back=True,

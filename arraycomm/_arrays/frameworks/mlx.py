@@ -9,7 +9,7 @@ from typing import Any, Final
 import ml_dtypes
 import numpy as np
 
-from arraycomm._arrays.buffer import CPU, Array, BufferView, Device, Reader
+from arraycomm._arrays.buffer import CPU, Array, BufferView, Reader
 from arraycomm._arrays.frameworks.base import Framework, no_such_dtype
 from arraycomm._dtypes import TABLE, DType, check_movable, name_of
 
@@ -61,10 +61,6 @@ def _is_differentiated(mx: Any, x: Any) -> bool:
     return bool(made) and not primitive.startswith("StopGradient")
 
 
-def _device(_x: Any) -> Device:
-    return CPU
-
-
 def _to_mlx(array: Array, _like: BufferView) -> Any:
     mx = sys.modules["mlx.core"]
     dtype = _dtype_of(name_of(array.dtype))
@@ -81,30 +77,22 @@ def _lacks(_source: Any) -> frozenset[DType]:
     return frozenset(row.dtype for row in TABLE if _dtype_of(row.name) is None)
 
 
-def _takes_over(_dtype: DType) -> bool:
-    return False
-
-
 def _commit_out(out: BufferView) -> Any:
     out.source[...] = _to_mlx(out.array, out)
     return out.source
-
-
-def _widest_float() -> DType:
-    return np.dtype(np.float32)
 
 
 MLX: Final = Framework(
     name="mlx",
     module="mlx.core",
     read=read_mlx,
-    device_of=_device,
+    device_of=lambda _: CPU,
     to_framework=_to_mlx,
-    takes_over=_takes_over,
+    takes_over=lambda _: False,
     commit_out=_commit_out,
     lacks=_lacks,
     takes_opaque=False,
-    widest_float=_widest_float,
+    widest_float=lambda: np.dtype(np.float32),
     replaces_out=True,
     reason_to_copy=lambda _: "MLX copies what it is given",
 )

@@ -52,10 +52,6 @@ def _read_scalar(x: Any, _name: str) -> BufferView:
     return BufferView(to_native(array), "numpy_scalar", x, True, True)
 
 
-def _to_array(array: Array, _like: BufferView) -> Any:
-    return array
-
-
 def _to_scalar(array: Array, like: BufferView) -> Any:
     if isinstance(like.source, np.record):
         array = _to_record(array, like)
@@ -66,9 +62,8 @@ def _to_record(array: Array, like: BufferView) -> Any:
     """Return structures whose fields are attributes too."""
     if not array.dtype.names:
         return array
-    kind = np.recarray if isinstance(like.source, np.recarray) else None
-    record = np.dtype((np.record, array.dtype))
-    return array.view(record) if kind is None else array.view(record, kind)
+    kind = np.recarray if isinstance(like.source, np.recarray) else np.ndarray
+    return array.view(np.dtype((np.record, array.dtype)), kind)
 
 
 def _is_already(source: BufferView, like: BufferView) -> bool:
@@ -77,7 +72,7 @@ def _is_already(source: BufferView, like: BufferView) -> bool:
 
 
 NUMPY: Final = Framework(
-    name="numpy", module="numpy", to_framework=_to_array, is_already=_is_already
+    name="numpy", module="numpy", to_framework=lambda array, _: array, is_already=_is_already
 )
 # Record arrays, and other arrays of records.
 NUMPY_RECORD: Final = Framework(

@@ -22,6 +22,7 @@ from arraycomm._arrays.buffer import (
     type_name,
     use_large_pages,
 )
+from arraycomm._arrays.dlpack import Memory
 from arraycomm._arrays.frameworks.base import Framework, OnDevice, no_such_dtype
 from arraycomm._dtypes import BY_DTYPE, BY_NAME, DType
 from arraycomm._errors import with_alternatives
@@ -54,15 +55,7 @@ def read_torch(x: Any, name: str) -> BufferView:
     return BufferView(array, "torch", x, False)
 
 
-class _Memory:
-    """A tensor's memory, as NumPy takes it: `Tensor.numpy()` would forbid resizing from then on."""
-
-    __slots__ = ("__array_interface__", "tensor")
-    __array_interface__: dict[str, Any]
-    tensor: Any
-
-
-class _NewMemory(_Memory):
+class _NewMemory(Memory):
     """That of a tensor which was made for a result, and which the result is in the end."""
 
     __slots__ = ()
@@ -95,16 +88,16 @@ def _memory_of(x: Any, name: str) -> Array:
     if type(x).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         raise TypeError("no memory of its own")
     check_storage(x, name)
-    return _shared(x, _Memory())
+    return _shared(x, Memory)
 
 
-def _shared(x: Any, memory: _Memory) -> Array:
+def _shared(x: Any, memory: type[Memory]) -> Array:
+    """Return a tensor's memory; `Tensor.numpy()` would forbid to resize it from then on."""
     # Every small call passes here twice.
     read_as, carried = _kind_of(x.dtype)
     address = x.data_ptr()
     if not address and x.numel():
         raise TypeError("no memory of its own")
-    memory.tensor = x
     described = {
         "data": (address, False),
         "shape": tuple(x.shape),
@@ -113,8 +106,7 @@ def _shared(x: Any, memory: _Memory) -> Array:
     }
     if not x.is_contiguous():
         described["strides"] = tuple(step * x.itemsize for step in x.stride())
-    memory.__array_interface__ = described
-    array: Array = np.asarray(memory)
+    array: Array = np.asarray(memory(described, x))
     return array if carried is None else array.view(carried)
 
 
@@ -244,7 +236,7 @@ def _allocate(shape: tuple[int, ...], dtype: DType) -> Array:
     if tensor.nbytes >= _LARGE:
         # As NumPy does: pages of 4 KiB would take longer than the reduction.
         use_large_pages(tensor.data_ptr(), tensor.nbytes)
-    return _shared(tensor, _NewMemory())
+    return _shared(tensor, _NewMemory)
 
 
 @cache
@@ -261,8 +253,8 @@ def _empty_tensors() -> dict[DType, Any]:
 
 def _to_tensor(array: Array) -> Any:
     owner: Any = array.base.base if isinstance(array.base, np.ndarray) else array.base
-    if type(owner) is _NewMemory and array.flags.c_contiguous and owner.tensor.shape == array.shape:
-        return owner.tensor
+    if type(owner) is _NewMemory and array.flags.c_contiguous and owner.owner.shape == array.shape:
+        return owner.owner
     torch = sys.modules["torch"]
     carried = _carried().get(array.dtype)
     if carried is not None:
