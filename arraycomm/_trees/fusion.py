@@ -42,7 +42,6 @@ class Fusion:
 
     def __init__(self, specs: tuple[Spec, ...], bucket_bytes: int) -> None:
         self.specs = specs
-        self.bucket_bytes = bucket_bytes
         self.buckets = lay_out(specs, bucket_bytes)
         self.nbytes = sum(bucket.nbytes for bucket in self.buckets)
         self._slots = slots_of(specs, self.buckets)

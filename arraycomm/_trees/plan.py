@@ -17,7 +17,7 @@ from arraycomm._protocol.header import Signature
 from arraycomm._reduce.chunks import reserve
 from arraycomm._transports.base import Bytes, Steps
 from arraycomm._trees.buffers import Sources
-from arraycomm._trees.fusion import Fusion, TreeMemory
+from arraycomm._trees.fusion import Fusion, TreeMemory, recent_fusions
 from arraycomm._trees.held import Held
 from arraycomm._trees.layout import Spec
 from arraycomm._trees.leaves import NONE, Leaves, Parts
@@ -86,7 +86,8 @@ class Plan(ProcessBound):
         self._paths, self._structure = leaves.paths, leaves.flat.structure
         self._specs = [None if leaf is None else (leaf.dtype, leaf.shape) for leaf in leaves.views]
         self.signature = _signature("Plan", op, leaves)
-        self._beside: Fusion | None = None
+        # Returns the fusion of the leaves on the host if other leaves are on devices.
+        self.fusion_beside_devices = recent_fusions()
         self.present = [index for index, spec in enumerate(self._specs) if spec is not None]
         # Whether every leaf is an array.
         self._plain = len(self.present) == len(self._specs)
@@ -97,12 +98,6 @@ class Plan(ProcessBound):
 
     def __repr__(self) -> str:
         return f"<Plan: {self.op} of {len(self._specs)} leaves, {self.fusion.nbytes} bytes>"
-
-    def fusion_beside_devices(self, specs: tuple[Spec, ...]) -> Fusion:
-        """Return the fusion of the leaves on the host if other leaves are on devices."""
-        if self._beside is None or self._beside.specs != specs:
-            self._beside = Fusion(specs, DEFAULT_BUCKET_BYTES)
-        return self._beside
 
     def hold(self, leaves: list[Any]) -> Held | None:
         """Hold all leaves at once, if they are the plan's, NumPy's and contiguous; else None."""
@@ -210,7 +205,7 @@ class RunPlan(Operation):
         if parts is None or not parts.on_device:
             return [leaf for leaf in views if leaf is not None]
         self._parts, self._present = parts, parts.present
-        self._fusion = plan.fusion_beside_devices(parts.specs)
+        self._fusion = plan.fusion_beside_devices(parts.specs, DEFAULT_BUCKET_BYTES)
         self.nbytes, self.copies = parts.device_bytes, len(parts.on_device)
         return parts.sources
 

@@ -20,7 +20,7 @@ import numpy as np
 import optree
 
 from arraycomm._trees.keys import are_plain, describe_keys
-from arraycomm._trees.opened import opened, says_contents, stays
+from arraycomm._trees.opened import Opened, opened, says_contents, stays
 
 # Leaves of these types have nothing inside; skipping further checks saves time.
 _PLAIN: Final = frozenset((type(None), bool, int, float, complex, str, bytes, np.ndarray))
@@ -148,7 +148,7 @@ def _flatten_nodes(
     extras: list[ExtraState] = []
     stayed: list[tuple[str, Any]] = []
     lines = outline.structure.splitlines()
-    parts: list[tuple[int, _Node | None, list[Flat]]] = []
+    parts: list[tuple[_Node | None, list[Flat]]] = []
     for leaf, path, node in zip(leaves, outline.paths, nodes, strict=True):
         if node is None:
             inner = [Flat([leaf], [path], "", lambda new: new[0])]
@@ -166,12 +166,12 @@ def _flatten_nodes(
             lines.extend(flat.structure.splitlines())
             extras.extend(flat.extras)
             stayed.extend(flat.stayed)
-        parts.append((sum(len(flat.leaves) for flat in inner), node, inner))
+        parts.append((node, inner))
 
     def rebuild(new: list[Any]) -> Any:
         rest = iter(new)
         built = []
-        for _, node, inner in parts:
+        for node, inner in parts:
             children = [flat.rebuild([next(rest) for _ in flat.leaves]) for flat in inner]
             built.append(children[0] if node is None else node.rebuild(children))
         return optree.tree_unflatten(spec, built)
@@ -187,12 +187,9 @@ def _open(leaf: Any, path: str) -> _Node | None:
     is_array = hasattr(leaf, "__dlpack__") and not is_variable(leaf)
     if (is_array or isinstance(leaf, (*_PLAIN, np.generic))) and not says_contents(leaf):
         return None
-    found = opened(leaf, path)
+    found = opened(leaf, path) or _opened_state(leaf)
     if found is not None:
         return _Node([found.tree], [""], lambda new: found.rebuild(new[0]))
-    state = state_of(leaf)
-    if state is not None:
-        return _Node([state.arrays], [""], lambda new: state.update(new[0]))
     if stays(leaf):
         return _Node([], [], lambda _: leaf, stayed=[(path, leaf)])
     if is_torch(leaf, "nn", "Module"):
@@ -288,21 +285,17 @@ def _open_dataclass(instance: Any) -> _Node:
     )
 
 
-class State(NamedTuple):
-    """What a module or an optimizer holds, but for its random generators, as a dict of arrays."""
-
-    arrays: dict[Any, Any]
-    update: Callable[[Any], Any]
-
-
 def is_variable(leaf: Any) -> bool:
     """Return whether a leaf is a variable, which looks like the array that it holds."""
     nnx = sys.modules.get("flax.nnx")
     return nnx is not None and isinstance(leaf, nnx.Variable)
 
 
-def state_of(leaf: Any) -> State | None:
-    """Return the state of a module or an optimizer, to be changed in place; None for others."""
+def _opened_state(leaf: Any) -> Opened | None:
+    """Return what a module or an optimizer of Flax holds, to be changed in place; None for others.
+
+    Its random generators are left out.
+    """
     nnx = sys.modules.get("flax.nnx")
     if nnx is None or not isinstance(leaf, (nnx.Module, nnx.Optimizer)):
         return None
@@ -313,4 +306,4 @@ def state_of(leaf: Any) -> State | None:
         nnx.update(leaf, state)
         return leaf
 
-    return State(nnx.to_pure_dict(state), update)
+    return Opened(nnx.to_pure_dict(state), update)

@@ -105,10 +105,12 @@ class AllreduceTree(Operation):
             self._reduced[self.parts.present[leaf]] = self.parts.sources[leaf].source
 
     def result(self, agreement: Agreement) -> Any:
-        if agreement.calls is not None:
-            return self._result_with_missing()
-        views, present = self.leaves.views, self.parts.present
-        return self.leaves.rebuild(results(views, present, self.packed, ready=self._reduced))
+        views = self.leaves.views
+        if agreement.calls is None:
+            made = results(views, self.parts.present, self.packed, ready=self._reduced)
+        else:
+            made = results(prototypes(views), self._present, self.packed, self._dtypes)
+        return self.leaves.rebuild(made)
 
     def _reduce_missing(self, calls: Sequence[CallDetail]) -> Steps:
         """Reduce trees in which a leaf may be None on some ranks; the others know its spec."""
@@ -138,11 +140,6 @@ class AllreduceTree(Operation):
             ]
             dtype, _ = spec_of(leaf)
             check_taken(self.name, lacking, self.group.rank, likes[number], dtype)
-
-    def _result_with_missing(self) -> Any:
-        likes = prototypes(self.leaves.views)
-        made = results(likes, self._present, self.packed, self._dtypes)
-        return self.leaves.rebuild(made)
 
 
 class AllreduceGradients(AllreduceTree):
