@@ -28,7 +28,7 @@ from arraycomm.adapters.jax._compression import compressing
 from arraycomm.adapters.jax._shard import sharded
 from arraycomm.adapters.jax._sharded_state import gather_state, shard_state
 from arraycomm.adapters.jax._tracing import flatten, is_traced
-from arraycomm.adapters.jax._updates import Updates, reduce_traced
+from arraycomm.adapters.jax._updates import Updates, reduce_leaves
 
 __all__ = [
     "DistributedOptimizer",
@@ -123,7 +123,7 @@ class _ReducedUpdates:
         gradient = jax.tree.unflatten(structure, reduced[:split])
         if not counts:
             return jax.tree.map(jnp.zeros_like, gradient), state
-        pooled = self._pooled(further, reduced[split:])
+        pooled = further.pooled(reduced[split:])
         updated: tuple[Any, Any] = self._inner.update(gradient, state, params, **pooled)
         _check_shapes(gradient, updated[0])
         return updated
@@ -135,19 +135,14 @@ class _ReducedUpdates:
         further = self._further(extra)
         inputs = {"params": params, "state": None if self._gradients.shards else state.inner}
         reduced = self._updates.reduce(further.leaves) if further.leaves else []
-        pooled = self._pooled(further, reduced)
+        pooled = further.pooled(reduced)
         reduce = partial(self._updates.reduce, inputs=inputs)
         updated: tuple[Any, Any] = compressed(reduce, updates, state, params, **pooled)
         _check_shapes(updates, updated[0])
         return updated
 
     def _further(self, extra: dict[str, Any]) -> Extra:
-        gradients = self._gradients
-        return Extra(extra if self._takes_extra else {}, gradients.op, gradients.accumulate)
-
-    def _pooled(self, further: Extra, reduced: list[Any]) -> dict[str, Any]:
-        pooled: dict[str, Any] = further.pooled(reduced, self._gradients.op, self._gradients.comm)
-        return pooled
+        return Extra(extra if self._takes_extra else {}, self._gradients)
 
 
 def _check_shapes(gradient: Any, update: Any) -> None:
@@ -263,11 +258,6 @@ def all_reduce(
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         leaves, structure = flatten(updates)
-        if is_traced(leaves):
-            leaves = reduce_traced(calls, made, leaves)
-        else:
-            jax.effects_barrier()
-            leaves = calls.reduce(leaves, made)
-        return jax.tree.unflatten(structure, leaves), state
+        return jax.tree.unflatten(structure, reduce_leaves(calls, made, leaves)), state
 
     return optax.GradientTransformation(init, update)

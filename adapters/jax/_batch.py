@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import arraycomm as ac
+from arraycomm._training.gradients import Gradients
 from arraycomm.adapters.jax._callbacks import are_alike
 from arraycomm.adapters.jax._linear import Pooled, call, replicated
 from arraycomm.adapters.jax._primitive import Call, bind
@@ -27,31 +28,31 @@ _GRADIENTS: Final = ("grad_fn",)
 class Extra:
     """The further arguments of one update."""
 
-    def __init__(self, given: Mapping[str, Any], op: str, accumulate: int) -> None:
-        self._given = dict(given)
-        check_extra(self._given, op, accumulate)
+    def __init__(self, given: Mapping[str, Any], gradients: Gradients) -> None:
+        self._given, self._op, self._comm = dict(given), gradients.op, gradients.comm
+        check_extra(self._given, gradients.op, gradients.accumulate)
         reduced = {name: given[name] for name in _REDUCED if name in given}
         # What is to be reduced with the gradients; some may be None.
         self.leaves, self._structure = flatten(reduced)
 
-    def pooled(self, reduced: Sequence[Any], op: str, comm: ac.Communicator) -> dict[str, Any]:
+    def pooled(self, reduced: Sequence[Any]) -> dict[str, Any]:
         """Return the arguments for all ranks' batches, given the reduced leaves."""
         made: dict[str, Any] = self._given | jax.tree.unflatten(self._structure, reduced)
         for name in made.keys() & set(_OBJECTIVES):
-            made[name] = _pooled_objective(made[name], name, op, comm)
+            made[name] = _pooled_objective(made[name], name, self._op, self._comm)
         for name in made.keys() & set(_GRADIENTS):
-            made[name] = _pooled_gradients(made[name], op, comm)
-        self._compare_others(comm)
+            made[name] = _pooled_gradients(made[name], self._op, self._comm)
+        self._compare_others()
         return made
 
-    def _compare_others(self, comm: ac.Communicator) -> None:
+    def _compare_others(self) -> None:
         """Raise on all ranks if an argument differs that every rank has to pass alike."""
         local = _taken_by([self._given[name] for name in _OBJECTIVES if name in self._given])
         known = {*_REDUCED, *_OBJECTIVES, *_GRADIENTS, *local}
         others = {name: value for name, value in self._given.items() if name not in known}
         leaves = [leaf for leaf in jax.tree.leaves(others) if isinstance(leaf, _ARRAYS)]
         if leaves:
-            bind(_Compare(tuple(sorted(others))), [_plain(leaf) for leaf in leaves], comm)
+            bind(_Compare(tuple(sorted(others))), [_plain(leaf) for leaf in leaves], self._comm)
 
 
 _ARRAYS: Final = (jax.Array, np.ndarray, np.generic, int, float, complex)

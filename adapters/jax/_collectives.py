@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -55,26 +53,20 @@ def make_token() -> jax.Array:
 
 def _call(collective: Collective, x: Any, comm: ac.Communicator | None, token: Any) -> Any:
     comm = comm or ac.world()
-    with _told(collective, comm):
+    try:
         _check_array(collective.name, x)
         if token is not None:
             _check_token(collective.name, token)
-    if token is None:
-        return call(collective, x, comm)
-    x, token = jax.lax.optimization_barrier((x, token))
-    return jax.lax.optimization_barrier((call(collective, x, comm), token))
-
-
-@contextmanager
-def _told(collective: Collective, comm: ac.Communicator) -> Iterator[None]:
-    """Make the other ranks raise as well if the block does, unless this call is being traced."""
-    try:
-        yield
     except TypeError as error:
+        # Unless a program is being traced, the other ranks make this call now.
         if is_eager():
             jax.effects_barrier()
             collective.refuse(calls_of(comm), error)
         raise
+    if token is None:
+        return call(collective, x, comm)
+    x, token = jax.lax.optimization_barrier((x, token))
+    return jax.lax.optimization_barrier((call(collective, x, comm), token))
 
 
 def _check_array(name: str, x: Any) -> None:

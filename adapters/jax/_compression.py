@@ -85,5 +85,5 @@ def _hooked(
         )
     # What the ranks' steps depend on is compared with a reduction.
     reduce([])
-    reduced, new = gradients.compressor.reduce_with(leaves, states)
+    reduced, new = gradients.compressor.hook.reduce_with(leaves, states)
     return reduced, new

@@ -159,17 +159,21 @@ class _Reduce(Call):
         return bind(self, cotangents, comm)
 
 
-def reduce_traced(
+def reduce_leaves(
     calls: GradientCalls,
     updates: Numbering,
-    leaves: Sequence[Any],
+    leaves: list[Any],
     watched: Watched = Watched(),  # noqa: B008
     beside: Sequence[Any] = (),
 ) -> list[Any]:
-    """Reduce gradients, in one call of the compiled program and on the program's own buffers.
+    """Reduce gradients: eagerly, or in one call of a compiled program and on its own buffers.
 
     `beside` are the arrays that are watched.
     """
+    if not is_traced(leaves):
+        jax.effects_barrier()
+        made: list[Any] = calls.reduce(leaves, updates, look=watched.looking(beside))
+        return made
     mark_outside_branches(updates, calls.comm)
     present = tuple(leaf is not None for leaf in leaves)
     arrays = [jnp.asarray(leaf) for leaf in leaves if leaf is not None]
@@ -202,14 +206,8 @@ class Updates:
 
     def reduce(self, leaves: list[Any], inputs: Any = None) -> list[Any]:
         """Reduce what belongs to one update; compare a tree of inputs, if given, with it."""
-        traced = is_traced(leaves)
-        watched, beside = self._watched(inputs, traced=traced)
-        if traced:
-            return reduce_traced(self._calls, self.made, leaves, watched, beside)
-        jax.effects_barrier()
-        look = watched.looking(beside)
-        reduced: list[Any] = self._calls.reduce(leaves, self.made, look=look)
-        return reduced
+        watched, beside = self._watched(inputs, traced=is_traced(leaves))
+        return reduce_leaves(self._calls, self.made, leaves, watched, beside)
 
     def _watched(self, inputs: Any, *, traced: bool) -> tuple[Watched, list[Any]]:
         """Return what the next reduction compares, and its arrays; tracers only if it is traced."""
