@@ -78,7 +78,10 @@ class ArrayOptimizer(ABC):
         """
         leaves, structure = optree.tree_flatten(params, none_is_leaf=True)
         slopes, other = optree.tree_flatten(grads, none_is_leaf=True)
-        _check_same(structure, other, "grads must have the structure of params")
+        if structure != other:
+            raise ValueError(
+                f"grads must have the structure of params; got {other} for {structure}"
+            )
         if self.state is None:
             self.init(params)
         states = [{}] * len(leaves) if self.state is None else self.state
@@ -230,11 +233,6 @@ def _number(value: Any, name: str, low: float, high: float) -> float:
     if isinstance(value, str) or not low <= float(value) <= high:
         raise ValueError(f"{name} must be a number from {low} to {high}; got {value!r}")
     return float(value)
-
-
-def _check_same(structure: Any, other: Any, rule: str) -> None:
-    if structure != other:
-        raise ValueError(f"{rule}; got {other} for {structure}")
 
 
 @contextmanager

@@ -119,10 +119,11 @@ def partial_fit(
     with ac.raise_together(comm):
         learner, batch = _learner_and_batch(estimator, X, y)
         labels = labels_of(learner, batch, classes)
-        mine = brought(learner, batch, labels, compare=True)
         # Of a pipeline, the steps before count as well.
-        mine = replace(mine, state=mine.state + _steps_before(estimator))
-    everyone = _agreed(_PARTIAL_FIT, mine, comm)
+        before = digest(estimator.steps[:-1]) if isinstance(estimator, Pipeline) else ""
+        mine = brought(learner, batch, labels, digest(learnt(learner)) + before)
+    everyone = comm.allgather_object(mine)
+    check_agreement(_PARTIAL_FIT, everyone)
     labels = getattr(learner, "classes_", None)
     if labels is None:
         labels = union(_PARTIAL_FIT, everyone)
@@ -174,8 +175,8 @@ def average(estimator: Any, *, comm: ac.Communicator | None = None) -> Any:
         samples = samples_since(learner)
         known = Batch(None, None, int(samples), getattr(learner, "n_features_in_", None), None)
         classes = getattr(learner, "classes_", None)
-        mine = brought(learner, known, None, compare=False)
-        mine = replace(mine, state="" if classes is None else str(np.asarray(classes).tolist()))
+        state = "" if classes is None else str(np.asarray(classes).tolist())
+        mine = brought(learner, known, None, state)
     everyone = comm.allgather_object(mine)
     # A new estimator has no classes yet.
     states = [each.state for each in everyone if each.state]
@@ -183,12 +184,6 @@ def average(estimator: Any, *, comm: ac.Communicator | None = None) -> Any:
     check_agreement(_AVERAGE, everyone)
     average_over_ranks(learner, learner, comm.allgather_object(samples), {}, comm)
     return estimator
-
-
-def _agreed(name: str, mine: Brought, comm: ac.Communicator) -> Sequence[Brought]:
-    everyone: Sequence[Brought] = comm.allgather_object(mine)
-    check_agreement(name, everyone)
-    return everyone
 
 
 def _learner_and_batch(estimator: Any, x: Any, y: Any) -> tuple[Any, Batch]:
@@ -230,10 +225,6 @@ def _last_step(estimator: Any) -> Any:
     if not isinstance(learner, BaseEstimator):
         raise TypeError(f"estimator must be one of scikit-learn's; got {type(learner).__name__}")
     return learner
-
-
-def _steps_before(estimator: Any) -> str:
-    return digest(estimator.steps[:-1]) if isinstance(estimator, Pipeline) else ""
 
 
 def _names(kinds: Sequence[type]) -> str:

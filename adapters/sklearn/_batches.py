@@ -73,13 +73,13 @@ class Brought:
     classes: Any
 
 
-def brought(estimator: BaseEstimator, batch: Batch, classes: Any, *, compare: bool) -> Brought:
-    """Describe an estimator and a batch; if `compare`, what was learnt must be the same."""
+def brought(estimator: BaseEstimator, batch: Batch, classes: Any, state: str) -> Brought:
+    """Describe an estimator and a batch; `state` says of what was learnt what must be the same."""
     params = estimator.get_params(deep=False)
     return Brought(
         type(estimator).__name__,
         {name: _text(value) for name, value in params.items() if name not in _LOCAL},
-        digest(learnt(estimator)) if compare else "",
+        state,
         batch.samples,
         batch.features,
         batch.names,

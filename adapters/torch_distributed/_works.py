@@ -21,14 +21,14 @@ _NAP: Final = 5e-5
 
 
 class _Awaitable(Work):
-    """What torch asks of work, over `finished`, `result` and the error."""
+    """What torch asks of work, over `is_completed`, `result` and the error."""
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         super().__init__()
         self._tensors = tensors
         self._error: BaseException | None = None
 
-    def finished(self) -> bool:
+    def is_completed(self) -> bool:
         """Return whether the work has ended, with an error or without."""
         raise NotImplementedError
 
@@ -39,7 +39,7 @@ class _Awaitable(Work):
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Wait for the end; raise what the call has raised."""
         self.block(timeout.total_seconds() or None)
-        if not self.finished():
+        if not self.is_completed():
             raise ac.CommTimeoutError(
                 f"wait: the work is not finished after {timeout.total_seconds():g} seconds; it "
                 "goes on, so wait again, or with a longer timeout"
@@ -53,17 +53,13 @@ class _Awaitable(Work):
         """Wait for the end; on the host nothing else has to be ordered."""
         self.wait()
 
-    def is_completed(self) -> bool:
-        """Return whether the work has ended, with an error or without."""
-        return self.finished()
-
     def is_success(self) -> bool:
         """Return whether the work has ended without an error."""
-        return self.finished() and self._error is None
+        return self.is_completed() and self._error is None
 
     def exception(self) -> BaseException | None:
         """Return the error with which the work has ended, or None."""
-        return self._error if self.finished() else None
+        return self._error if self.is_completed() else None
 
     def result(self) -> list[torch.Tensor]:
         """Return the tensors that hold the result, once it is there."""
@@ -103,7 +99,7 @@ class Call(_Awaitable):
         if settled is not None:
             settled.set_result(None)
 
-    def finished(self) -> bool:
+    def is_completed(self) -> bool:
         """Return whether the call has ended, with an error or without."""
         return self._ended.is_set()
 
@@ -124,7 +120,7 @@ class Call(_Awaitable):
             if self._future is None:
                 self._settled = torch.futures.Future()
                 self._future = self._settled.then(self._outcome)
-        if self.finished():
+        if self.is_completed():
             self.settle()
         return self._future
 
@@ -155,7 +151,7 @@ class Lane:
 
     def make_until(self, call: Call) -> None:
         """Make calls in this thread until this one has ended, wherever it was made."""
-        while not call.finished():
+        while not call.is_completed():
             self._make_next()
 
     def end(self) -> None:
@@ -199,7 +195,7 @@ class Message(_Awaitable):
         self._status = status
         self._ended = False
 
-    def finished(self) -> bool:
+    def is_completed(self) -> bool:
         """Push the message on; tell whether it has come, or has failed."""
         if not self._ended and self._request.test():
             with self._turn:
@@ -220,7 +216,7 @@ class Message(_Awaitable):
         """Wait until the message has come or failed, or for so many seconds."""
         deadline = None if seconds is None else time.monotonic() + seconds
         polls = 0
-        while not self.finished() and (deadline is None or time.monotonic() < deadline):
+        while not self.is_completed() and (deadline is None or time.monotonic() < deadline):
             polls += 1
             time.sleep(0 if polls < _POLLS else _NAP)
 
