@@ -288,11 +288,6 @@ def opened(transport: Transport) -> SharedSegment | None:
     return transport.kept.get(SharedSegment)
 
 
-def forbid_segment(transport: Transport) -> None:
-    """Have a transport do without a segment; every rank calls this."""
-    transport.kept[SharedSegment] = None
-
-
 def _open(transport: Transport) -> Steps:
     memory, native = yield from share(transport, SharedSegment.nbytes(transport.size))
     control = transport.control

@@ -24,39 +24,22 @@ def is_chain(members: Sequence[Sequence[int]]) -> bool:
 
 
 class NodeChain(abc.ABC):
-    """One rank's place in the chain.
+    """One rank's place in the chain of nodes with these `members`, for which `is_chain` holds.
 
-    Parameters
-    ----------
-    rank : int
-        This rank.
-    members : sequence of sequence of int
-        The ranks of each node, for which `is_chain` holds.
-    control : SharedControl
-        Steps of the ranks of this node alone.
-
-    Attributes
-    ----------
-    node, nodes : int
-        The number of this rank's node, and how many nodes there are.
-    lanes, most : int
-        The ranks of the smallest node, and of the largest.
-    first : int
-        The first rank of this node.
-    carries : bool
-        Whether this rank exchanges messages: the smallest node has a counterpart of it.
-    before, after : int
-        The ranks of the neighbouring nodes with which it exchanges totals and results; -1 if there
-        is none.
+    The steps of `control` are those of the ranks of this node alone.
     """
 
     def __init__(self, rank: int, members: Sequence[Sequence[int]], control: SharedControl) -> None:
         self.control, self._members, place = control, members, control.rank
+        # The number of this rank's node, and how many nodes there are.
         self.node = next(node for node, ranks in enumerate(members) if rank in ranks)
         self.nodes = len(members)
+        # The ranks of the smallest node, and of the largest.
         self.lanes, self.most = min(map(len, members)), max(map(len, members))
         self.first = members[self.node][0]
+        # Whether this rank exchanges messages: the smallest node has a counterpart of it.
         self.carries = place < self.lanes
+        # With whom on the neighbouring nodes it exchanges totals and results; -1 if there is none.
         self.before, self.after = self._peer(self.node - 1), self._peer(self.node + 1)
 
     def _peer(self, node: int) -> int:

@@ -245,7 +245,7 @@ def shared_blocks(comm: Communicator) -> Any:
 
 def forbid_segment(comm: Communicator) -> None:
     """Have trees and large arrays travel as messages, as between nodes."""
-    segments.forbid_segment(group_of(comm).transport)
+    group_of(comm).transport.kept[segments.SharedSegment] = None
 
 
 def fusion(plan: Any) -> Any:

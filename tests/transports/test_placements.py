@@ -167,9 +167,9 @@ def test_a_chain_of_nodes_has_the_bits_of_slices(
     monkeypatch.setattr(shared_memory, "_PIECE", 4 << 10)
     copied, fill = list[int](), Held.fill
 
-    def noted(held: Held, row: np.ndarray, parts: np.ndarray, *, streams: bool) -> None:
+    def noted(held: Held, row: np.ndarray, parts: np.ndarray) -> None:
         copied.extend(nbytes for _, _, nbytes, _ in parts.tolist())
-        fill(held, row, parts, streams=streams)
+        fill(held, row, parts)
 
     monkeypatch.setattr(Held, "fill", noted)
     rng, kind = np.random.default_rng(rank), np.dtype(getattr(ml_dtypes, dtype, None) or dtype)

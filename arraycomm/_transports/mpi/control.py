@@ -21,22 +21,15 @@ from arraycomm._transports.mpi.movement import KEPT_ALIVE
 from arraycomm._transports.mpi.nodes import NodeExchange, native_steps
 from arraycomm._transports.mpi.notes import MpiNotes
 from arraycomm._transports.mpi.pieces import Pieces
+from arraycomm._transports.mpi.routes import Places
 from arraycomm._transports.notes import fence
 
 
 class MpiControl(ControlChannel):
     """A control channel over MPI.
 
-    Parameters
-    ----------
-    comm : MPI.Intracomm
-        The group's communicator.
-    between : MPI.Intracomm
-        A duplicate, in which nobody else sends messages of tag 0.
-    nodes : sequence of int
-        For each rank, a number that only the ranks on its node have too.
-    pieces : Pieces
-        How messages between nodes are cut.
+    `between` is a duplicate of the group's communicator, in which nobody else sends messages of tag
+    0. `nodes` has, for each rank, a number that only the ranks on its node have too.
     """
 
     def __init__(
@@ -173,16 +166,14 @@ def _node_memory(comm: MPI.Intracomm, nodes: Sequence[int]) -> tuple[Any, list[l
     Each rank is a node of its own if some cannot share memory.
     """
     nbytes = _nbytes(comm.size)
-    members: dict[int, list[int]] = {}
-    for rank, node in enumerate(nodes):
-        members.setdefault(node, []).append(rank)
+    members = Places(nodes).members
     if len(members) < comm.size:
         here = comm.Split(nodes[comm.rank], comm.rank)
         assert isinstance(here, MPI.Intracomm)
         memory = shared_memory(here, nbytes) if here.size > 1 else np.zeros(nbytes, np.uint8)
         here.Free()
         if on_all(comm, memory is not None):
-            return memory, list(members.values())
+            return memory, members
     return np.zeros(nbytes, np.uint8), [[rank] for rank in range(comm.size)]
 
 

@@ -28,23 +28,12 @@ _OVERLAPPING: Final = 256
 
 
 class DirectMessages:
-    """The messages of one rank, over a communicator in which only the control channel has others.
-
-    Parameters
-    ----------
-    comm : MPI.Intracomm
-        All ranks.
-    places : Places
-        Which of them are on which node.
-    pieces : Pieces
-        How messages to other nodes are cut.
-    """
+    """The messages of one rank, over a communicator that only the control channel uses as well."""
 
     def __init__(self, comm: MPI.Intracomm, places: Places, pieces: Pieces) -> None:
         self._comm, self._rank, self._pieces, place = comm, comm.rank, pieces, places.place
         own = places.members[places.node[comm.rank]]
         self._neighbours = [rank for rank in own if rank != comm.rank]
-        self._passes_on = len(places.members) < comm.size
         others = [ranks for ranks in places.members if ranks is not own]
         # To whom on each other node this rank's block goes, and who on this node gets which blocks.
         delegates = {ranks[place[comm.rank] % len(ranks)] for ranks in others}

@@ -53,28 +53,8 @@ Lengths = Sequence[memoryview]
 class NodeExchange:
     """The messages of one step; each step is finished before the next one begins.
 
-    Parameters
-    ----------
-    comm : MPI.Intracomm
-        All ranks, for these messages alone.
-    nodes : sequence of sequences of int
-        The ranks of each node; the first of them calls this.
-    own : int
-        This rank's node.
-    rows, lengths
-        For each parity, all slots, and how many payload bytes each rank of this node shows.
-    pieces : Pieces
-        How long messages are cut.
-
-    Attributes
-    ----------
-    alike : bool
-        Whether all ranks show the words of this one in front of their payload, once all has been
-        received. Then no more than the payload is put into the slots of other nodes.
-    box : Bytes
-        Where common records are built.
-    received_ranks : list of int
-        The number of ranks whose slots come in each round.
+    The first rank of each node makes one, over a communicator for these messages alone. `rows` has
+    for each parity all slots, and `lengths` how many payload bytes each rank of this node shows.
     """
 
     def __init__(
@@ -94,6 +74,8 @@ class NodeExchange:
         self._first: MPI.Request | None = None
         self._rest: list[Callable[[], bool]] = []
         self._sending: list[MPI.Request] = []
+        # Whether all ranks show the words of this one in front of their payload, once all has been
+        # received. Then no more than the payload is put into the slots of other nodes.
         self.alike = False
         self._members = nodes[own]
         count = len(nodes)
@@ -118,8 +100,10 @@ class NodeExchange:
             )
             for shift in (1 << k for k in range((count - 1).bit_length()))
         ]
+        # The number of ranks whose slots come in each round.
         self.received_ranks = [received for *_, received in self._plan]
-        # Each has room for all records, and a message behind them. A step begins in the first one.
+        # Each has room for all records, and a message behind them. A step begins in the first one,
+        # where common records are built.
         self._boxes = [np.empty(2 * rows[0].size, np.uint8) for _ in range(2)]
         self.box = self._boxes[0]
         self._use_box(0)
@@ -170,9 +154,11 @@ class NodeExchange:
         self._known = len(self._members) + sum(self.received_ranks[:reached])
         self._end = self._end_of(self._known)
         lanes = self.prepare(nbytes, parity)
-        self._sending = [sent for lane in lanes[:reached] for _, sent in lane]
+        self._sending = [sent for lane in lanes[: reached + 1] for _, sent in lane]
+        for _, send in lanes[reached][AHEAD + 1 :]:
+            if send:
+                send.Start()
         self._rest = []
-        self._begin(lanes[reached], AHEAD + 1)
         self._first_came(None)
 
     def prepare(self, nbytes: int, parity: int) -> list[Prepared]:
@@ -201,17 +187,6 @@ class NodeExchange:
 
     def _sends(self, parts: Parts, to: int) -> list[MPI.Prequest]:
         return [self._comm.Send_init([piece, MPI.BYTE], to, _TAG) for piece in parts]
-
-    def _begin(self, lane: Prepared, sent: int = 0) -> None:
-        """Begin to receive the first piece, and to send all, of which so many have been begun."""
-        received, _ = lane[0]
-        if not sent:
-            received.Start()
-        for _, send in lane[sent:]:
-            if send:
-                send.Start()
-        self._first = received
-        self._sending += [send for _, send in lane]
 
     def _receive_rest(self, into: Parts, origin: int) -> None:
         for piece in into:
@@ -258,13 +233,6 @@ class NodeExchange:
 
     def _begin_round(self) -> None:
         to, origin, sent, _ = self._plan[self._round]
-        lanes = None
-        if self.alike:
-            nbytes = ~self._words[0]
-            lanes = self._kept.get((nbytes, self._place(nbytes, self._parity)))
-        if lanes is not None:
-            self._begin(lanes[self._round])
-            return
         into, out = self._box[self._end :], self._box[: self._end_of(sent)]
         self._first = self._comm.Irecv([into, MPI.BYTE], origin, _TAG)
         pieces = self._cut(out) if self.alike else [out]

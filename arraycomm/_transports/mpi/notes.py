@@ -29,15 +29,7 @@ _EXITING: Final = 0
 
 
 class MpiNotes(Notes):
-    """The notes of one rank.
-
-    Parameters
-    ----------
-    comm : MPI.Intracomm
-        The group's communicator.
-    posted : callable
-        Returns the number of the last step posted by this rank.
-    """
+    """The notes of one rank; `posted` returns the last step that it has posted."""
 
     def __init__(self, comm: MPI.Intracomm, posted: Callable[[], int]) -> None:
         self._comm = comm

@@ -39,14 +39,9 @@ Prepared = Sequence[tuple[MPI.Prequest, MPI.Prequest]]
 
 
 class Pieces(NamedTuple):
-    """How messages between nodes are cut: the same on all ranks of a group.
+    """How messages between nodes are cut: the same on all ranks of a group."""
 
-    Attributes
-    ----------
-    most : int
-        The most bytes of a piece.
-    """
-
+    # The most bytes of a piece.
     most: int
 
     def count(self, nbytes: int) -> int:

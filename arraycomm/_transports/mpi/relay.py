@@ -22,22 +22,9 @@ _OVERLAPPING: Final = 256
 
 
 class Relay:
-    """One rank's part of the broadcast of this number.
+    """One rank's part of a broadcast, over a communicator in which nothing else has its tags.
 
-    Parameters
-    ----------
-    comm : MPI.Intracomm
-        All ranks; no other messages have the tags of broadcasts.
-    root : int
-        The rank whose buffer the others get.
-    places : Places
-        Which ranks are on which node.
-    buffer : Bytes
-        What the root sends, and where the others get it.
-    pieces : Pieces
-        How messages to other nodes are cut.
-    number : int
-        The same on all ranks; broadcasts that overlap have different ones.
+    `number` is the same on all ranks; broadcasts that overlap have different ones.
     """
 
     def __init__(

@@ -23,24 +23,13 @@ T = TypeVar("T")
 
 
 class Places:
-    """Which ranks are on which node.
-
-    Parameters
-    ----------
-    nodes : sequence of int
-        For each rank, a number that only the ranks on its node have too.
-
-    Attributes
-    ----------
-    members : list of list of int
-        The ranks of each node.
-    node, place : list of int
-        For each rank, where its node is among the members, and where it is in its node.
-    """
+    """Which ranks are on which node; `nodes` has for each rank a number of its node."""
 
     def __init__(self, nodes: Sequence[int]) -> None:
         numbers = {node: number for number, node in enumerate(dict.fromkeys(nodes))}
+        # The ranks of each node.
         self.members: list[list[int]] = [[] for _ in numbers]
+        # For each rank, where its node is among these, and where it is in its node.
         self.node = [numbers[node] for node in nodes]
         self.place: list[int] = []
         for rank, number in enumerate(self.node):

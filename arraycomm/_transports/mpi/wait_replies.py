@@ -33,17 +33,7 @@ Send = Callable[[int, int, int, str], None]
 
 
 class WaitReplies:
-    """What other ranks have told one rank.
-
-    Parameters
-    ----------
-    rank, size : int
-        This rank, and how many there are.
-    posted : callable
-        Returns the last step that this rank has posted.
-    send : callable
-        Sends a message.
-    """
+    """What other ranks have told one rank; `posted` returns the last step that it has posted."""
 
     def __init__(self, rank: int, size: int, posted: Callable[[], int], send: Send) -> None:
         self._rank, self._size, self._posted, self._send = rank, size, posted, send
