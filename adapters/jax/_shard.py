@@ -58,7 +58,8 @@ class _Sharding:
             (),
             tuple(map(_of_type, traced.out_avals)),
         )
-        program = self._traced(division, _Types(types, division.state_types, types))
+        inputs = _Types(types, division.state_types, types)
+        program = self._trace(division, inputs, inputs.all())
         division = replace(division, state_leaves=leaves_of_state(program, division))
         compute, used = needed(traced, division.kept_of_state)
         return division.kept(compute(*select(leaves, used)))
@@ -92,7 +93,7 @@ class _Sharding:
         """Return how this rank computes its part of an update."""
         part = self._parts.get((division, types))
         if part is None:
-            program = self._traced(division, types)
+            program = self._trace(division, types, types.all())
             if leaves_of_state(program, division) != division.state_leaves:
                 raise refusal("which part of its state depends on gradients is not always the same")
             count = len(division.owners)
@@ -162,10 +163,6 @@ class _Sharding:
             if jax.tree.structure(tree) != wanted:
                 raise refusal(f"an update gives its {name} another structure")
         return traced
-
-    def _traced(self, division: Division, types: _Types) -> Any:
-        """Trace an update of the whole tree."""
-        return self._trace(division, types, types.all())
 
     def _exchanged(
         self,
