@@ -8,6 +8,7 @@ from typing import Any, Final
 import numpy as np
 
 import arraycomm as ac
+from arraycomm._trees.pytrees import flatten
 
 # Where a state has no value.
 _NOTHING: Final = object()
@@ -39,7 +40,7 @@ class Sharding:
     def update(self, update: Callable[[Any, Any], Any], params: Any, grads: Any) -> Any:
         """Return the parameters, each updated by its owner; collective."""
         self.adopt(params)
-        flat = self._shards.flatten(params, "params")
+        flat = flatten(params, "params")
         leaves, own = list(flat.leaves), self._owned_by(self._shards.comm.rank)
         updated = self._shards.guarded(lambda: self._updated(update, leaves, grads, own))
         for number, array in zip(own, updated, strict=True):
@@ -54,7 +55,7 @@ class Sharding:
 
     def adopt(self, params: Any) -> None:
         """Divide the parameters over the ranks, at the first call; raise if others come later."""
-        flat = self._shards.flatten(params, "params")
+        flat = flatten(params, "params")
         specs = [
             self._shards.spec_of(leaf, path)
             for leaf, path in zip(flat.leaves, flat.paths, strict=True)
@@ -79,7 +80,7 @@ class Sharding:
         grads: Any,
         own: Sequence[int],
     ) -> list[Any]:
-        gradients = self._shards.flatten(grads, "grads").leaves
+        gradients = flatten(grads, "grads").leaves
         if len(gradients) != len(leaves):
             raise ValueError(
                 f"grads must have the structure of params; got {len(gradients)} leaves for "
@@ -159,7 +160,7 @@ class Sharding:
         if item is None:
             return True
         if _is_container(item):
-            leaves = self._shards.flatten(item, "state").leaves
+            leaves = flatten(item, "state").leaves
             return not leaves or any(hasattr(leaf, "shape") for leaf in leaves)
         return tuple(getattr(item, "shape", (-1,))) == shape
 

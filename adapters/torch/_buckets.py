@@ -11,6 +11,8 @@ from typing import Any, Final
 import numpy as np
 import torch
 
+from arraycomm._training.rounds import Bucket
+
 _FIRST_BUCKET: Final = 1 << 20
 
 
@@ -20,7 +22,7 @@ class Buckets:
     def __init__(self, gradients: Any) -> None:
         self._gradients = gradients
         self._tensors: list[torch.Tensor] = []
-        self.all: list[Any] = []
+        self.all: list[Bucket] = []
         # The number of each parameter's bucket.
         self.of: list[int] = []
         self._ordered = False
@@ -39,7 +41,7 @@ class Buckets:
 
     def _divide(self, numbers: list[list[int]]) -> None:
         """Divide the parameters into buckets of these numbers."""
-        self.all = [self._gradients.bucket(n, each) for n, each in enumerate(numbers)]
+        self.all = [Bucket(n, each) for n, each in enumerate(numbers)]
         self.of = [0] * len(self._tensors)
         for bucket in self.all:
             for number in bucket.numbers:

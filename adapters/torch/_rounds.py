@@ -84,7 +84,7 @@ class BucketRounds:
         shown = self._gradients.rounds.reduce(bucket, show, place, look=self._gradients.look)
         present = [n for n, has in zip(bucket.numbers, shown.leaves[0], strict=True) if has]
         leaves = {n: self._parameters.zeros(n) if means[n] is None else means[n] for n in present}
-        reduced = self._gradients.compressor.reduce(leaves)
+        reduced = self._gradients.compressor.hook.reduce(leaves)
         return type(shown)({**dict.fromkeys(bucket.numbers), **reduced}, shown.places)
 
     # In steps

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -21,7 +21,7 @@ from arraycomm._training.comparison.verification import Inputs, Look, Shows, Ver
 from arraycomm._training.compressed.compression import Compression
 from arraycomm._training.compressed.compressor import Compressor
 from arraycomm._training.numbered import NumberedGradients, Numbering, Where
-from arraycomm._training.rounds import Bucket, Leaves, Rounds
+from arraycomm._training.rounds import Leaves, Rounds
 from arraycomm._training.shards import Shards
 from arraycomm._training.weighted import Block, HandOver, WeightedGradients
 from arraycomm._trees.fusion import TreeMemory
@@ -156,7 +156,7 @@ class Gradients:
             # What the ranks' steps depend on is compared with a reduction.
             nothing: tuple[Any, ...] = (trees_of(self.comm), [], self.op, Where(), None, look)
             runner_of(self.comm).call(NumberedGradients, *nothing, **self.options)
-            return self.compressor.reduce_tree(lambda: flatten(self.mean_of_steps(tree)))
+            return self.compressor.hook.reduce_tree(lambda: flatten(self.mean_of_steps(tree)))
         # Inside the call, so that it reports an error in this rank's gradients to the others.
         with nullcontext(Where()) if numbering is None else numbering.update() as where:
             reduced = runner_of(self.comm).call(
@@ -204,10 +204,6 @@ class Gradients:
         if not self.joined:
             runner_of(self.comm).fail(_NAME, error)
         raise error
-
-    def bucket(self, index: int, numbers: Sequence[int]) -> Bucket:
-        """Return a bucket of these parameters."""
-        return Bucket(index, numbers)
 
     def reduce_in_join(self, tree: Any) -> Any:
         """Reduce the gradients of a backward pass inside `join`, by weight."""

@@ -15,12 +15,14 @@ from arraycomm._errors import MismatchError
 from arraycomm._protocol.mismatch import name_ranks
 from arraycomm._together import raise_together
 from arraycomm._training.compressed.compression import Compression, allreduce_together
+from arraycomm._training.compressed.states import States, check_states
 from arraycomm._trees.pytrees import Flat, flatten
 
 # Bytes that are added up before they enter a digest.
 _BLOCK: Final = 4096
 
-StateOf = Callable[[int, Any], Any]
+# Returns the state of a gradient, given its number and itself.
+_StateOf = Callable[[int, Any], Any]
 
 
 class Hook(NamedTuple):
@@ -34,25 +36,45 @@ class Hook(NamedTuple):
         The optimizer's own.
     op : str
         "mean" or "sum".
+    states : States
+        What is remembered of each parameter, unless that is in the optimizer's own state.
     """
 
     compression: Compression
     comm: Communicator
     op: str
+    states: States
 
-    def reduce(self, gradients: dict[int, Any], state_of: StateOf) -> HookResult:
-        """Reduce gradients, by their numbers, which all ranks have; collective.
-
-        `state_of` returns the state of a gradient, given its number and itself.
-        """
+    def reduce(self, gradients: dict[int, Any]) -> dict[int, Any]:
+        """Reduce gradients, by their numbers, which all ranks have; collective."""
         with raise_together(self.comm):
-            return self._reduce(gradients, state_of)
+            result = self._reduce(gradients, self.states.of)
+        return self._remembered(gradients, result)
 
-    def reduce_tree(self, make: Callable[[], Flat], state_of: StateOf) -> tuple[Flat, HookResult]:
-        """Reduce the leaves of a tree, of which some may be None on all ranks; collective.
+    def reduce_tree(self, make: Callable[[], Flat]) -> Any:
+        """Reduce the tree that `make` returns; collective. Leaves may be None on all ranks."""
+        flat, result = self._reduce_tree(make, self.states.of)
+        reduced = self._remembered(dict(enumerate(flat.leaves)), result)
+        return flat.rebuild([reduced.get(number) for number in range(len(flat.leaves))])
 
-        Return the tree, and the reduced leaves by their numbers.
-        """
+    def reduce_with(self, leaves: Sequence[Any], states: Sequence[Any]) -> tuple[Any, Any]:
+        """Reduce gradients, given their states; return both anew; collective."""
+
+        def make() -> Flat:
+            check_states(leaves, states)
+            return flatten(list(leaves))
+
+        _, result = self._reduce_tree(make, lambda number, _: states[number])
+        reduced = [result.reduced.get(number) for number in range(len(leaves))]
+        return reduced, tuple(result.states.get(n, state) for n, state in enumerate(states))
+
+    def _remembered(self, gradients: dict[int, Any], result: _Result) -> dict[int, Any]:
+        for number, state in result.states.items():
+            self.states.note(number, gradients[number], state)
+        self.states.settle()
+        return result.reduced
+
+    def _reduce_tree(self, make: Callable[[], Flat], state_of: _StateOf) -> tuple[Flat, _Result]:
         with raise_together(self.comm):
             flat = make()
             check_arrays(self.compression, flat)
@@ -64,16 +86,16 @@ class Hook(NamedTuple):
     def _name(self) -> str:
         return type(self.compression).__name__
 
-    def _reduce(self, gradients: dict[int, Any], state_of: StateOf) -> HookResult:
+    def _reduce(self, gradients: dict[int, Any], state_of: _StateOf) -> _Result:
         if not gradients:
-            return HookResult({}, {})
+            return _Result({}, {})
         arrays = list(gradients.values())
         states = [state_of(number, gradient) for number, gradient in gradients.items()]
         given = self.compression.reduce(list(arrays), states, self.op, self.comm)
         reduced, states = self._checked(given, arrays)
         if group_of(self.comm).options.check:
             self._compare(reduced)
-        return HookResult(
+        return _Result(
             dict(zip(gradients, reduced, strict=True)), dict(zip(gradients, states, strict=True))
         )
 
@@ -126,7 +148,7 @@ class Hook(NamedTuple):
                 )
 
 
-class HookResult(NamedTuple):
+class _Result(NamedTuple):
     """Reduced gradients and new states, by their numbers."""
 
     reduced: dict[int, Any]

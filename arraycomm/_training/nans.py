@@ -13,7 +13,7 @@ from arraycomm._calls.operation import Context, Operation
 from arraycomm._communicator import Communicator, runner_of
 from arraycomm._dtypes import Kind, kind_of
 from arraycomm._protocol.agreement import Agreement, UndeliveredError
-from arraycomm._protocol.details import Detail, Nothing, exchange_details
+from arraycomm._protocol.details import Detail, exchange_details
 from arraycomm._protocol.header import Signature
 from arraycomm._session import world
 from arraycomm._transports.base import Steps
@@ -64,7 +64,7 @@ def raise_on_nan(tree: Any, *, infinite: bool = False, comm: Communicator | None
 
 @dataclass(frozen=True, slots=True)
 class FoundNan(Detail):
-    """The first NaN of a rank, in words."""
+    """The first NaN of a rank, in words; empty if it has none."""
 
     text: str
 
@@ -80,9 +80,9 @@ class RaiseOnNan(Operation):
             raise TypeError(f"infinite must be True or False; got {infinite!r}")
         self._tree = tree
         self._leaves = Leaves(flatten(tree), context.host_tree.view)
-        self._found = next(self._search(infinite), None)
+        self._found = next(self._search(infinite), "")
         self.signature = Signature(self.name, "infinite" if infinite else None)
-        self.word = int(self._found is not None)
+        self.word = int(bool(self._found))
 
     def _search(self, infinite: bool) -> Iterator[str]:
         for path, leaf in zip(self._leaves.paths, self._leaves.views, strict=True):
@@ -94,13 +94,8 @@ class RaiseOnNan(Operation):
     def steps(self, agreement: Agreement) -> Steps:
         if not any(agreement.lengths()):
             return
-        local: Detail = Nothing() if self._found is None else FoundNan(self._found)
-        details = yield from exchange_details(self.group.control, local, Nothing, FoundNan)
-        found = [
-            f"rank {rank}: {detail.text}"
-            for rank, detail in enumerate(details)
-            if isinstance(detail, FoundNan)
-        ]
+        details = yield from exchange_details(self.group.control, FoundNan(self._found))
+        found = [f"rank {rank}: {each.text}" for rank, each in enumerate(details) if each.text]
         raise UndeliveredError(FloatingPointError(f"{self.name}: {'; '.join(found)}"))
 
     def result(self, agreement: Agreement) -> Any:

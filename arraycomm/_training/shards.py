@@ -28,7 +28,7 @@ from arraycomm._reduce import algorithms
 from arraycomm._transports.base import Bytes, Steps
 from arraycomm._trees.buffers import BufferPool
 from arraycomm._trees.layout import ALIGNMENT, Spec
-from arraycomm._trees.pytrees import Flat, flatten
+from arraycomm._trees.pytrees import flatten
 
 NAME: Final = "exchange_shards"
 # Up to how many characters messages list the owners of parameters.
@@ -250,11 +250,6 @@ class Shards:
             return update()
         except Exception as error:
             self.fail(error)
-
-    @staticmethod
-    def flatten(tree: Any, name: str) -> Flat:
-        """Return the leaves of a tree, with their paths."""
-        return flatten(tree, name)
 
     @staticmethod
     def items_like(tree: Any) -> Callable[[Any], list[Any] | None]:

@@ -229,9 +229,10 @@ class TreeMemory:
 def recent_fusions() -> Callable[[tuple[Spec, ...], int], Fusion]:
     """Return what makes fusions, and keeps those that were used last, with their memory.
 
-    Those of two kinds are kept, for models that are trained in turns.
+    Those of two kinds are kept, for models that are trained in turns, and that of no leaf, which
+    steps reduce if their gradients were reduced before.
     """
-    return lru_cache(maxsize=2)(Fusion)
+    return lru_cache(maxsize=3)(Fusion)
 
 
 def _are_apart(views: Iterable[BufferView | None]) -> bool:

@@ -21,8 +21,6 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-# The frameworks whose objects their adapter opens, by a function `open_tree`.
-_ADAPTERS: Final = {"thinc": "arraycomm.adapters.thinc"}
 _METHOD: Final = "__arraycomm_tree__"
 
 _FUNCTIONS: Final = (
@@ -91,10 +89,9 @@ def opened(leaf: Any, path: str) -> Opened | None:
         return _partial(leaf)
     if says_contents(leaf):
         return _checked(getattr(leaf, _METHOD)(), leaf, path)
-    adapter = _adapter_of(type(leaf))
-    if adapter is None:
+    if all(base.__module__.partition(".")[0] != "thinc" for base in type(leaf).__mro__):
         return None
-    found = importlib.import_module(adapter).open_tree(leaf, path)
+    found = importlib.import_module("arraycomm.adapters.thinc").open_tree(leaf, path)
     return None if found is None else Opened(*found)
 
 
@@ -117,8 +114,3 @@ def _checked(found: Any, leaf: Any, path: str) -> Opened:
             "return a dict or a list of what is in it"
         )
     return Opened(*found)
-
-
-def _adapter_of(kind: type) -> str | None:
-    roots = (base.__module__.partition(".")[0] for base in kind.__mro__)
-    return next((_ADAPTERS[root] for root in roots if root in _ADAPTERS), None)

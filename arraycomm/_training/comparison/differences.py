@@ -119,7 +119,9 @@ def find_difference(
     rows = [{item.name: item for item in each} for each in lists]
     names += [item.name for each in lists[1:] for item in each if item.name not in rows[0]]
     differing = [
-        name for name in dict.fromkeys(names) if len({_value(row, name) for row in rows}) > 1
+        name
+        for name in dict.fromkeys(names)
+        if len({name in row and row[name][1:] for row in rows}) > 1
     ]
     first = next(iter(differing), "the order of what is compared")
     texts = [_said(row.get(first)) for row in rows]
@@ -145,17 +147,12 @@ def _is_array(rows: Sequence[Mapping[str, Item]], name: str) -> bool:
     return not any(row[name].text for row in rows if name in row)
 
 
-def _value(row: Mapping[str, Item], name: str) -> Any:
-    item = row.get(name)
-    return None if item is None else (item.kind, item.digest, item.text)
-
-
 def _said(item: Item | None) -> str:
     return "missing" if item is None else item.text or item.kind
 
 
 def _are_reordered(lists: Sequence[Sequence[Item]]) -> bool:
-    values = [[(item.kind, item.digest, item.text) for item in items] for items in lists]
+    values = [[item[1:] for item in items] for items in lists]
     return all(sorted(each) == sorted(values[0]) for each in values) and any(
         each != values[0] for each in values
     )

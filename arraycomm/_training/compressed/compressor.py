@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Self
 
 from arraycomm._communicator import Communicator
 from arraycomm._training.compressed.compression import Compression, described
 from arraycomm._training.compressed.feedback import ErrorFeedback
-from arraycomm._training.compressed.states import States
-from arraycomm._training.hooks import Hook, HookResult, check_arrays
+from arraycomm._training.compressed.states import States, check_states
+from arraycomm._training.hooks import Hook, check_arrays
 from arraycomm._training.rounds import Leaves
-from arraycomm._trees.pytrees import Flat, flatten
+from arraycomm._trees.pytrees import flatten
 
 
 class Compressor:
@@ -55,12 +55,14 @@ class Compressor:
         if type(compression) is ErrorFeedback:
             self.feedback, self.dtype = compression, compression.dtype
         else:
-            self.hook = Hook(compression, comm, op)
+            self.hook = Hook(compression, comm, op, self.states)
 
     def copy(self) -> Self:
         """Return the compression of a copy of the optimizer."""
         made = copy.copy(self)
-        made.states = self.states and self.states.copy()
+        if self.states is not None:
+            made.states = self.states.copy()
+            made.hook = self.hook and self.hook._replace(states=made.states)
         return made
 
     def check_outside_join(self) -> None:
@@ -109,53 +111,8 @@ class Compressor:
     def fed_back_with(self, leaves: Sequence[Any], states: Sequence[Any]) -> list[tuple[Any, Any]]:
         """Return what is sent for each gradient, and its new state, given the states."""
         assert self.feedback is not None
-        _check_states(leaves, states)
+        check_states(leaves, states)
         return [
             (None, state) if leaf is None else self.feedback.compress(leaf, state)
             for leaf, state in zip(leaves, states, strict=True)
         ]
-
-    # Hooks: they reduce by themselves
-
-    def reduce(self, leaves: Leaves) -> Leaves:
-        """Reduce gradients that all ranks have, by their numbers, with the hook; collective."""
-        assert self.hook is not None
-        assert self.states is not None
-        result = self.hook.reduce(leaves, self.states.of)
-        self._remember(leaves, result)
-        return result.reduced
-
-    def reduce_tree(self, make: Callable[[], Flat]) -> Any:
-        """Reduce the tree that `make` returns with the hook; collective."""
-        assert self.hook is not None
-        assert self.states is not None
-        flat, result = self.hook.reduce_tree(make, self.states.of)
-        self._remember(dict(enumerate(flat.leaves)), result)
-        return flat.rebuild([result.reduced.get(number) for number in range(len(flat.leaves))])
-
-    def reduce_with(self, leaves: Sequence[Any], states: Sequence[Any]) -> tuple[Any, Any]:
-        """Reduce gradients with the hook, given their states; return both anew; collective."""
-        assert self.hook is not None
-
-        def make() -> Flat:
-            _check_states(leaves, states)
-            return flatten(list(leaves))
-
-        _, result = self.hook.reduce_tree(make, lambda number, _: states[number])
-        reduced = [result.reduced.get(number) for number in range(len(leaves))]
-        return reduced, tuple(result.states.get(n, state) for n, state in enumerate(states))
-
-    def _remember(self, leaves: Leaves, result: HookResult) -> None:
-        assert self.states is not None
-        for number, state in result.states.items():
-            self.states.note(number, leaves[number], state)
-        self.states.settle()
-
-
-def _check_states(leaves: Sequence[Any], states: Sequence[Any]) -> None:
-    if len(leaves) != len(states):
-        raise ValueError(
-            "DistributedOptimizer: gradients must have the structure of the parameters that the "
-            f"state was made of, {len(states)} leaves; got {len(leaves)}; make the state anew, "
-            "with init"
-        )

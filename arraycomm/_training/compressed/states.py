@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
 from arraycomm._training.compressed.compression import Compression
@@ -77,6 +77,16 @@ class States:
             for number, state in saved.items()
         }
         self.forget()
+
+
+def check_states(leaves: Sequence[Any], states: Sequence[Any]) -> None:
+    """Raise unless there is a state for each gradient."""
+    if len(leaves) != len(states):
+        raise ValueError(
+            "DistributedOptimizer: gradients must have the structure of the parameters that the "
+            f"state was made of, {len(states)} leaves; got {len(leaves)}; make the state anew, "
+            "with init"
+        )
 
 
 def _spec(gradient: Any) -> tuple[tuple[int, ...], str]:
