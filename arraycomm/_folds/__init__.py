@@ -6,6 +6,7 @@ By the native part if it is there, and else by NumPy, with the same bits.
 from __future__ import annotations
 
 from arraycomm._folds import by_numpy, in_c
+from arraycomm._folds.by_numpy import divide as divide
 from arraycomm._folds.by_numpy import total_dtype as total_dtype
 from arraycomm._native import compiled
 

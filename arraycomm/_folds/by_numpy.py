@@ -73,7 +73,7 @@ def fold_on(
             for row in others:
                 join(folded, _widened(row, wide))
             if op == "mean" and not more:
-                _divide(folded, count)
+                divide(folded, count)
             if folded is not part:
                 convert(folded, part)
 
@@ -115,7 +115,7 @@ def _widened(row: Array, wide: DType) -> Array:
     return converted
 
 
-def _divide(total: Array, count: int) -> None:
+def divide(total: Array, count: float) -> None:
     """Divide in place, the parts of complex numbers as reals: else (inf + 0j) / n would be NaN."""
     for part in (total.real, total.imag) if total.dtype.kind == "c" else (total,):
         np.divide(part, part.dtype.type(count), out=part)

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from arraycomm._arrays.buffer import Array, BufferView, allocate
+from arraycomm._arrays.buffer import Array, BufferView
 from arraycomm._arrays.frameworks import BY_NAME as FRAMEWORKS
 from arraycomm._arrays.results import to_framework
 from arraycomm._calls.operation import Context, Operation
@@ -20,7 +20,7 @@ from arraycomm._protocol.details import CallDetail
 from arraycomm._protocol.header import Signature
 from arraycomm._protocol.mismatch import mismatch
 from arraycomm._session import world
-from arraycomm._training.weighted import ShadowStep, check_weight
+from arraycomm._training.weighted import ShadowStep, check_weight, divided
 from arraycomm._transports.base import Bytes, Steps
 from arraycomm._trees.fusion import Fusion, TreeMemory
 from arraycomm._trees.leaves import NONE, Leaves, spec_of
@@ -130,7 +130,7 @@ class MeanMetrics(Operation):
         ]
         total = sums[-1][0]
         means = iter(
-            to_framework(_divided(part, total, leaf.shape, dtype), like)
+            to_framework(divided(part.reshape(leaf.shape), total, dtype), like)
             for part, leaf, (like, dtype) in zip(sums[:-1], self._present, self._likes, strict=True)
         )
         views = self._leaves.views
@@ -182,12 +182,3 @@ def _weighted(array: Array, weight: float) -> Array:
             wide = np.ascontiguousarray(array.astype(dtype)).reshape(-1).view(_SUMS)
             np.multiply(wide, weight, out=made.reshape(-1).view(_SUMS))
     return made
-
-
-def _divided(sums: Array, total: float, shape: tuple[int, ...], dtype: DType) -> Array:
-    with np.errstate(all="ignore"):
-        parts = sums.view(_SUMS)
-        np.divide(parts, total, out=parts)
-        mean = allocate(shape, dtype)
-        mean[...] = sums.reshape(shape)
-    return mean

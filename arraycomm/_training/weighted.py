@@ -16,7 +16,7 @@ from arraycomm._arrays.views import view
 from arraycomm._calls.attempts import take_together
 from arraycomm._calls.operation import Context, Operation
 from arraycomm._dtypes import DType, check_op
-from arraycomm._folds import total_dtype
+from arraycomm._folds import divide, total_dtype
 from arraycomm._protocol.agreement import Agreement, active
 from arraycomm._protocol.details import CallDetail
 from arraycomm._protocol.header import LeafSpec, Settings, Signature
@@ -234,10 +234,12 @@ def _reduce_weighted(
     group = memory.group
     packed = yield from take_together(group, "allreduce_gradients", fusion.nbytes, fusion.acquire)
     yield from fusion.reduce(memory, packed, [sources[index] for index in present], "sum")
-    total = sum(weights) if op == "mean" else 0.0
+    total = sum(weights) if op == "mean" else 0
     reduced: list[Any] = [None] * len(agreed)
     for number, slot in enumerate(packed.leaves()):
-        reduced[present[number]] = _divided(slot, total, specs[number][0])
+        dtype = specs[number][0]
+        wide = slot.astype(total_dtype(dtype), copy=False)
+        reduced[present[number]] = divided(wide, total or None, dtype)
     return reduced
 
 
@@ -268,15 +270,13 @@ def _weighted_view(x: Any, path: str, *, factor: float) -> BufferView:
     return _WeightedView(np.asarray(product), gradient.like, gradient.dtype)
 
 
-def _divided(slot: Array, total: float, dtype: DType) -> Array:
-    """Return a sum divided by the weights, unless these are 0, in memory of its own."""
-    array = slot.astype(total_dtype(dtype), copy=False)
-    result = allocate(slot.shape, dtype)
+def divided(sums: Array, total: float | None, dtype: DType) -> Array:
+    """Return sums, divided by a total if there is one, in memory of their own."""
+    result = allocate(sums.shape, dtype)
     with np.errstate(all="ignore"):
-        if total:
-            parts = array.reshape(-1).view(array.real.dtype)
-            np.divide(parts, parts.dtype.type(total), out=parts)
-        result[...] = array
+        if total is not None:
+            divide(sums, total)
+        result[...] = sums
     return result
 
 

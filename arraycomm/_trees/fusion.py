@@ -27,6 +27,7 @@ _LARGE: Final = 64 << 10
 # Between nodes, a leaf with so many bytes for each rank is a message of its own.
 _ALONE: Final = 512 << 10
 _NONE: Final[frozenset[int]] = frozenset()
+_MOST_TABLES: Final = 4
 
 
 class Fusion:
@@ -48,7 +49,8 @@ class Fusion:
         self._pool = BufferPool(self.nbytes)
         # Made when the leaves first go through the shared segment.
         self._layouts: tuple[ChunkLayout, ...] | None = None
-        self._tables: ChunkTables | None = None
+        # By op, and by the leaves over which results are written.
+        self._tables: dict[tuple[str, frozenset[int]], ChunkTables] = {}
         self._dtypes = tuple(dtype for dtype, _ in specs)
         self._shapes = tuple(shape for _, shape in specs)
         self._parts = list(map(_whole, range(len(specs)), self._slots))
@@ -111,9 +113,11 @@ class Fusion:
                 tasks = (each.task(held, packed.buffer, over) for each in layouts)
                 yield from segment.reduce(tasks, op, self.nbytes)
                 return over
-            if self._tables is None or self._tables.over != over:
-                self._tables = ChunkTables((each.tables(over) for each in layouts), over)
-            yield from held.reduce(segment, self._tables, op, packed.buffer)
+            if (op, over) not in self._tables:
+                if len(self._tables) == _MOST_TABLES:
+                    self._tables.clear()
+                self._tables[op, over] = ChunkTables.of((each.tables(over) for each in layouts), op)
+            yield from held.reduce(segment, self._tables[op, over], packed.buffer)
             return over
         yield from self._reduce_messages(memory.group.transport, packed, sources, op)
         return _NONE

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
@@ -46,13 +46,13 @@ class Held:
         for leaf, first, nbytes, at in parts.tolist():
             row[at : at + nbytes] = self.flat(leaf)[first : first + nbytes]
 
-    def reduce(self, segment: SharedSegment, tables: ChunkTables, op: str, target: Bytes) -> Steps:
+    def reduce(self, segment: SharedSegment, tables: ChunkTables, target: Bytes) -> Steps:
         """Reduce the leaves through a segment, of which the native part makes all turns.
 
         Leaves may lie in `target` where their results do. Those over which results are written
         overlap nothing else.
         """
-        tree, chunk = tables.of(op), segment.chunk_bytes
+        tree, chunk = tables.chunks, segment.chunk_bytes
         yield from segment.reduce_natively(
             lambda place: self._leaves.reduce(place, tree, tables.parts, chunk, target.nbytes),
             target,
@@ -61,36 +61,27 @@ class Held:
         )
 
 
-class ChunkTables:
-    """Where a tree's chunks and their parts lie; results of leaves in `over` overwrite these.
+class ChunkTables(NamedTuple):
+    """Where a tree's chunks and their parts lie.
 
-    The parts of a chunk are those that others fold, those that this rank folds, and those for
-    results.
+    A chunk's row has its bytes, its fold, and the bounds of its parts of each kind: those that
+    others fold, those that this rank folds, and those for results.
     """
 
-    def __init__(
-        self, chunks: Iterable[tuple[DType, int, list[Array]]], over: frozenset[int]
-    ) -> None:
-        self.over = over
-        self._dtypes: list[DType] = []
-        self._by_op: dict[str, Array] = {}
+    chunks: Array
+    parts: Array
+
+    @classmethod
+    def of(cls, chunks: Iterable[tuple[DType, int, list[Array]]], op: str) -> Self:
+        """Return the tables of chunks, each with its dtype, its bytes, and its parts by kind."""
         rows, parts, end = list[tuple[int, ...]](), list[Array](), 0
         for dtype, nbytes, kinds in chunks:
             *starts, last = accumulate(map(len, kinds), initial=end)
-            rows.append((nbytes, 0, *starts, last))
-            self._dtypes.append(dtype)
+            rows.append((nbytes, number_of(op, dtype), *starts, last))
             parts += kinds
             end = last
-        self._rows = np.array(rows, np.int64).reshape(-1, 6)
-        self.parts = np.concatenate([np.empty((0, 4), np.int64), *parts])
-
-    def of(self, op: str) -> Array:
-        """Return a row a chunk: its bytes, its fold, and the bounds of its parts of each kind."""
-        if op not in self._by_op:
-            table = self._rows.copy()
-            table[:, 1] = [number_of(op, dtype) for dtype in self._dtypes]
-            self._by_op[op] = table
-        return self._by_op[op]
+        everything = np.concatenate([np.empty((0, 4), np.int64), *parts])
+        return cls(np.array(rows, np.int64).reshape(-1, 6), everything)
 
 
 def hold(

@@ -51,8 +51,8 @@ FOLDS: Final = (
     Fault(
         "one rank alone: on one rank a mean is divided by two",
         _FOLDS,
-        "                _divide(folded, count)",
-        "                _divide(folded, max(count, 2))",
+        "                divide(folded, count)",
+        "                divide(folded, max(count, 2))",
         ("one_rank_alone_gets_what_it_gave", "mean_of_equal_values_is_that_value"),
     ),
     Fault(
