@@ -96,7 +96,7 @@ help:
 	@echo 'make properties EXAMPLES=1000    the laws alone, on as many examples: threads, MPICH, Open MPI'
 	@echo 'make planted    put faults into a copy of the library, and see that a law catches each'
 	@echo 'make lint    ruff: rules and format; import-linter: the layers; the structure, and the route of a call, in numbers'
-	@echo 'make types   mypy, strict, on the built wheel'
+	@echo 'make types   mypy, strict, on the built wheel; what mypy and pyright see of public calls'
 	@echo 'make sanitize    the native part and its tests, built with sanitizers'
 	@echo 'make docs    build the documentation into site/'
 	@echo 'make dist    build and check what goes to a package index, into dist/'
@@ -242,8 +242,10 @@ format: .venv/.stamp-lint
 # environment whose frameworks have the types that the adapters are written against.
 .PHONY: types
 types: build/wheel/.stamp .venv/.stamp-lint $(call tested,.venv)
+	cp tests/typed.py build/wheel/
 	cd build/wheel && ../../.venv/bin/mypy --strict --config-file ../../pyproject.toml \
-		--cache-dir ../../.mypy_cache --package arraycomm --module arraycomm_pytest
+		--cache-dir ../../.mypy_cache --package arraycomm --module arraycomm_pytest --module typed
+	cd build/wheel && ../../.venv/bin/basedpyright --pythonpath ../../.venv/bin/python --level error typed.py
 
 .PHONY: docs
 docs: build/wheel/.stamp .venv/.stamp-docs

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from arraycomm._arrays.exchange import exchange
 from arraycomm._calls.custom_ops import op
 from arraycomm._calls.requests import Request, waitall
+from arraycomm._collectives.grid import Grid
 from arraycomm._communicator import Communicator
 from arraycomm._entries import opaque, publish
 from arraycomm._errors import (
@@ -25,7 +26,7 @@ from arraycomm._errors import (
 )
 from arraycomm._explain import explain
 from arraycomm._functions import allreduce_gradients, allreduce_tree, synchronize
-from arraycomm._messages.matching import ANY_SOURCE, ANY_TAG, Status
+from arraycomm._messages.matching import ANY_SOURCE, ANY_TAG, PROC_NULL, Status
 from arraycomm._mpi_start import installed_version
 from arraycomm._println import println
 from arraycomm._session import borrow, finalize, init, is_initialized, world
@@ -60,6 +61,7 @@ _ON_FIRST_USE = {
 __all__ = [
     "ANY_SOURCE",
     "ANY_TAG",
+    "PROC_NULL",
     "ArrayCommError",
     "BackendUnavailableError",
     "CommTimeoutError",
@@ -71,6 +73,7 @@ __all__ = [
     "DistributedDataContainer",
     "DistributedOptimizer",
     "ErrorFeedback",
+    "Grid",
     "Join",
     "MismatchError",
     "NotInitializedError",

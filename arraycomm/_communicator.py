@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final, Self, overload
+
+import numpy as np
 
 from arraycomm._calls.custom_ops import Op
 from arraycomm._calls.runner import Runner
 from arraycomm._callsite import trim
 from arraycomm._collectives import groups
 from arraycomm._collectives.fast_path import remember
+from arraycomm._collectives.grid import Grid, MakeGrid
 from arraycomm._collectives.groups import Barrier
+from arraycomm._collectives.located import Maxloc, Minloc
 from arraycomm._collectives.movements import Allgather, Alltoall, Bcast, Gather, Scatter
 from arraycomm._collectives.nonblocking import NonblockingCalls
 from arraycomm._collectives.objects import AllgatherObject, BcastObject, GatherObject
 from arraycomm._collectives.reductions import Allreduce, Reduce, ReduceScatter
 from arraycomm._collectives.scans import Exscan, Scan
 from arraycomm._collectives.shared_arrays import MakesSharedArrays
-from arraycomm._collectives.uneven import Allgatherv, Alltoallv, Gatherv, Scatterv
+from arraycomm._collectives.uneven_calls import UnevenCalls
 from arraycomm._entries import entries, entry, hide_from_torch
-from arraycomm._messages.matching import Status, Wildcard
+from arraycomm._messages.calls import MessageCalls
 from arraycomm._messages.messages import Messenger
 from arraycomm._mpi_start import Arguments, open_over_mpi
 from arraycomm._protocol.ends.exit import leave_by_error, replace_root
@@ -27,11 +32,12 @@ from arraycomm._protocol.group import Group
 from arraycomm._trace.trace import Traceable
 from arraycomm._trees.fusion import TreeMemory
 from arraycomm._trees.plan import MakePlan, Plan
+from arraycomm._typing import ArrayT, DTypeT, NewShape, ReceivedT, Rows, T
 
 
 # What calls the runner costs nothing more: it trims errors itself.
 @entries(trimmed=True)
-class Communicator(NonblockingCalls, Traceable, MakesSharedArrays):
+class Communicator(NonblockingCalls, UnevenCalls, MessageCalls, Traceable, MakesSharedArrays):
     """A group of ranks that communicate.
 
     Made by `arraycomm.init`, `split`, `dup` and `from_mpi`. All ranks of the group call every
@@ -86,7 +92,7 @@ class Communicator(NonblockingCalls, Traceable, MakesSharedArrays):
         check: bool = True,
         reproducible: bool = True,
         timeout: float | None = 1800.0,
-    ) -> Communicator:
+    ) -> Self:
         """Return a communicator over the ranks of an mpi4py communicator.
 
         For programs that use MPI already. Collective over `mpi4py_comm`. The new communicator works
@@ -120,8 +126,12 @@ class Communicator(NonblockingCalls, Traceable, MakesSharedArrays):
         """The mpi4py communicator underneath, or None."""
         return self._runner.group.transport.mpi_comm
 
+    @overload
+    def split(self, color: int, key: int = 0) -> Self: ...
+    @overload
+    def split(self, color: None, key: int = 0) -> None: ...
     @entry
-    def split(self, color: int | None, key: int = 0) -> Communicator | None:
+    def split(self, color: int | None, key: int = 0) -> Self | None:
         """Split the group: ranks that pass the same color form a new communicator.
 
         Parameters
@@ -140,12 +150,12 @@ class Communicator(NonblockingCalls, Traceable, MakesSharedArrays):
         return None if made is None else type(self)(made)
 
     @entry
-    def split_by_node(self) -> Communicator:
+    def split_by_node(self) -> Self:
         """Return the communicator of the ranks on this rank's node."""
         return type(self)(groups.split_by_node(self._runner))
 
     @entry
-    def dup(self, **options: Any) -> Communicator:
+    def dup(self, **options: Any) -> Self:
         """Return a communicator of the same ranks, whose calls are independent of this one's.
 
         Parameters
@@ -154,6 +164,25 @@ class Communicator(NonblockingCalls, Traceable, MakesSharedArrays):
             `check`, `reproducible` and `timeout`, if they are to differ; the same on every rank.
         """
         return type(self)(groups.dup(self._runner, options))
+
+    @entry
+    def grid(self, dims: int | Sequence[int], periods: bool | Sequence[bool] = False) -> Grid:
+        """Arrange the ranks as a grid, row by row, for neighbours and shifts; collective.
+
+        Parameters
+        ----------
+        dims : int or sequence of int
+            The number of dimensions, or the number of ranks along each, of which those that are 0
+            are chosen, as equal as possible. Their product is the number of ranks.
+        periods : bool or sequence of bool
+            Whether all dimensions, or each, are periodic.
+
+        Returns
+        -------
+        Grid
+            Of this communicator; see `arraycomm.Grid`.
+        """
+        return Grid(self, self._runner, self._runner.call(MakeGrid, dims, periods))
 
     @entry
     def free(self) -> None:
@@ -165,7 +194,7 @@ class Communicator(NonblockingCalls, Traceable, MakesSharedArrays):
         groups.free(self._runner)
 
     @entry
-    def shrink(self) -> Communicator:
+    def shrink(self) -> Self:
         """Return a communicator of the ranks that live; collective among those.
 
         For programs that continue after the death of a process: call it after a call has raised
@@ -212,8 +241,13 @@ class Communicator(NonblockingCalls, Traceable, MakesSharedArrays):
     # Collectives
 
     def allreduce(
-        self, x: Any, op: str | Op = "sum", *, out: Any = None, timeout: float | None = None
-    ) -> Any:
+        self,
+        x: ArrayT,
+        op: str | Op = "sum",
+        *,
+        out: ArrayT | None = None,
+        timeout: float | None = None,
+    ) -> ArrayT:
         """Reduce all ranks' arrays, elementwise and in rank order; every rank gets the result.
 
         Parameters
@@ -258,7 +292,7 @@ class Communicator(NonblockingCalls, Traceable, MakesSharedArrays):
             raise
         try:
             # A fast path waits as long as the communicator's timeout says.
-            key = (type(x), op, x.dtype, x.shape)
+            key = (type(x), op, x.dtype, x.shape)  # type: ignore[attr-defined]
             fast = self._find(key) if timeout is None else None
         except Exception:
             # The full call checks x, and lets the other ranks know of an error.
@@ -276,13 +310,13 @@ class Communicator(NonblockingCalls, Traceable, MakesSharedArrays):
 
     def reduce(
         self,
-        x: Any,
+        x: ArrayT,
         op: str | Op = "sum",
         root: int = 0,
         *,
-        out: Any = None,
+        out: ArrayT | None = None,
         timeout: float | None = None,
-    ) -> Any:
+    ) -> ArrayT | None:
         """Reduce all ranks' arrays as `allreduce` does; only `root` gets the result.
 
         Parameters
@@ -305,13 +339,13 @@ class Communicator(NonblockingCalls, Traceable, MakesSharedArrays):
 
     def bcast(
         self,
-        x: Any = None,
+        x: ArrayT | None = None,
         root: int = 0,
         *,
-        like: Any = None,
-        out: Any = None,
+        like: ArrayT | None = None,
+        out: ArrayT | None = None,
         timeout: float | None = None,
-    ) -> Any:
+    ) -> ArrayT:
         """Give every rank the array of `root`.
 
         Parameters
@@ -335,6 +369,14 @@ class Communicator(NonblockingCalls, Traceable, MakesSharedArrays):
         """
         return self._runner.call_within(timeout, Bcast, x, root, like, out)
 
+    @overload
+    def allgather(
+        self, x: Rows[DTypeT], *, out: Any = None, timeout: float | None = None
+    ) -> NewShape[DTypeT]: ...
+    @overload
+    def allgather(
+        self, x: ArrayT, *, out: ArrayT | None = None, timeout: float | None = None
+    ) -> ArrayT: ...
     def allgather(self, x: Any, *, out: Any = None, timeout: float | None = None) -> Any:
         """Stack all ranks' arrays; every rank gets the result.
 
@@ -352,27 +394,14 @@ class Communicator(NonblockingCalls, Traceable, MakesSharedArrays):
         """
         return self._runner.call_within(timeout, Allgather, x, out)
 
-    def allgatherv(
-        self, x: Any, *, return_counts: bool = False, out: Any = None, timeout: float | None = None
-    ) -> Any:
-        """Join all ranks' arrays along axis 0, whose length may differ; every rank gets the result.
-
-        Parameters
-        ----------
-        x : array, shape (n, *S)
-            This rank's rows; `n` may differ between ranks and be 0, S and dtype may not.
-        return_counts : bool
-            Whether to return the ranks' row counts as well.
-        out : array, shape (sum of n, *S), optional
-            Where the result goes.
-
-        Returns
-        -------
-        array, shape (sum of n, *S), or (array, list of int)
-            The rows of rank 0, then those of rank 1, and so on.
-        """
-        return self._runner.call_within(timeout, Allgatherv, x, return_counts, out)
-
+    @overload
+    def gather(
+        self, x: Rows[DTypeT], root: int = 0, *, out: Any = None, timeout: float | None = None
+    ) -> NewShape[DTypeT] | None: ...
+    @overload
+    def gather(
+        self, x: ArrayT, root: int = 0, *, out: ArrayT | None = None, timeout: float | None = None
+    ) -> ArrayT | None: ...
     def gather(
         self, x: Any, root: int = 0, *, out: Any = None, timeout: float | None = None
     ) -> Any:
@@ -394,35 +423,26 @@ class Communicator(NonblockingCalls, Traceable, MakesSharedArrays):
         """
         return self._runner.call_within(timeout, Gather, x, root, out)
 
-    def gatherv(
+    @overload
+    def scatter(
         self,
-        x: Any,
+        x: np.ndarray[Any, DTypeT] | None = None,
         root: int = 0,
         *,
-        return_counts: bool = False,
-        out: Any = None,
+        like: None = None,
+        out: None = None,
         timeout: float | None = None,
-    ) -> Any:
-        """Join all ranks' arrays along axis 0, whose length may differ, on `root`.
-
-        Parameters
-        ----------
-        x : array, shape (n, *S)
-            This rank's rows; `n` may differ between ranks and be 0, S and dtype may not.
-        root : int
-            The rank that gets the result.
-        return_counts : bool
-            Whether `root` gets the ranks' row counts as well.
-        out : array, shape (sum of n, *S), optional
-            Where the result goes, on `root`.
-
-        Returns
-        -------
-        array, shape (sum of n, *S), or (array, list of int), or None
-            The rows of rank 0, then those of rank 1, and so on; None on the other ranks.
-        """
-        return self._runner.call_within(timeout, Gatherv, x, root, return_counts, out)
-
+    ) -> NewShape[DTypeT]: ...
+    @overload
+    def scatter(
+        self,
+        x: ReceivedT | None = None,
+        root: int = 0,
+        *,
+        like: ReceivedT | None = None,
+        out: ReceivedT | None = None,
+        timeout: float | None = None,
+    ) -> ReceivedT: ...
     def scatter(
         self,
         x: Any = None,
@@ -452,44 +472,32 @@ class Communicator(NonblockingCalls, Traceable, MakesSharedArrays):
         """
         return self._runner.call_within(timeout, Scatter, x, root, like, out)
 
-    def scatterv(
+    @overload
+    def reduce_scatter(
         self,
-        x: Any = None,
-        counts: Any = None,
-        root: int = 0,
+        x: np.ndarray[Any, DTypeT],
+        op: str | Op = "sum",
         *,
-        like: Any = None,
-        out: Any = None,
+        counts: Sequence[int] | None = None,
+        out: None = None,
         timeout: float | None = None,
-    ) -> Any:
-        """Give each rank its share of the rows of the array of `root`.
-
-        Parameters
-        ----------
-        x : array, shape (n, *S), or None
-            On `root` the array to share out; ignored on the other ranks.
-        counts : sequence of int, or None
-            On `root` how many rows each rank gets, n in all; ignored on the other ranks.
-        root : int
-            The rank that sends.
-        like : array, optional
-            On the other ranks: an array of the framework and device wanted. NumPy otherwise.
-        out : array, shape (counts[rank], *S), optional
-            Where this rank's rows go.
-
-        Returns
-        -------
-        array, shape (counts[rank], *S)
-            The first counts[0] rows on rank 0, the next counts[1] on rank 1, and so on.
-        """
-        return self._runner.call_within(timeout, Scatterv, x, counts, root, like, out)
-
+    ) -> NewShape[DTypeT]: ...
+    @overload
+    def reduce_scatter(
+        self,
+        x: ArrayT,
+        op: str | Op = "sum",
+        *,
+        counts: Sequence[int] | None = None,
+        out: ArrayT | None = None,
+        timeout: float | None = None,
+    ) -> ArrayT: ...
     def reduce_scatter(
         self,
         x: Any,
         op: str | Op = "sum",
         *,
-        counts: Any = None,
+        counts: Sequence[int] | None = None,
         out: Any = None,
         timeout: float | None = None,
     ) -> Any:
@@ -515,7 +523,9 @@ class Communicator(NonblockingCalls, Traceable, MakesSharedArrays):
         """
         return self._runner.call_within(timeout, ReduceScatter, x, op, counts, out)
 
-    def alltoall(self, x: Any, *, out: Any = None, timeout: float | None = None) -> Any:
+    def alltoall(
+        self, x: ArrayT, *, out: ArrayT | None = None, timeout: float | None = None
+    ) -> ArrayT:
         """Send row r to rank r, and get a row from each.
 
         Parameters
@@ -532,38 +542,14 @@ class Communicator(NonblockingCalls, Traceable, MakesSharedArrays):
         """
         return self._runner.call_within(timeout, Alltoall, x, out)
 
-    def alltoallv(
-        self,
-        x: Any,
-        counts: Any,
-        *,
-        return_counts: bool = False,
-        out: Any = None,
-        timeout: float | None = None,
-    ) -> Any:
-        """Send each rank its share of the rows, and get a share of everyone's.
-
-        Parameters
-        ----------
-        x : array, shape (n, *S)
-            The rows for rank 0, then those for rank 1, and so on; n may differ between ranks.
-        counts : sequence of int
-            How many rows go to each rank, n in all.
-        return_counts : bool
-            Whether to return as well how many rows came from each rank.
-        out : array, shape (m, *S), optional
-            Where the result goes; m is what all ranks send to this one.
-
-        Returns
-        -------
-        array, shape (m, *S), or (array, list of int)
-            The rows from rank 0, then those from rank 1, and so on.
-        """
-        return self._runner.call_within(timeout, Alltoallv, x, counts, return_counts, out)
-
     def scan(
-        self, x: Any, op: str | Op = "sum", *, out: Any = None, timeout: float | None = None
-    ) -> Any:
+        self,
+        x: ArrayT,
+        op: str | Op = "sum",
+        *,
+        out: ArrayT | None = None,
+        timeout: float | None = None,
+    ) -> ArrayT:
         """Reduce the arrays of the ranks up to and with this one.
 
         Parameters
@@ -583,107 +569,47 @@ class Communicator(NonblockingCalls, Traceable, MakesSharedArrays):
         return self._runner.call_within(timeout, Scan, x, op, out)
 
     def exscan(
-        self, x: Any, op: str | Op = "sum", *, out: Any = None, timeout: float | None = None
-    ) -> Any:
+        self,
+        x: ArrayT,
+        op: str | Op = "sum",
+        *,
+        out: ArrayT | None = None,
+        timeout: float | None = None,
+    ) -> ArrayT | None:
         """Reduce the arrays of the ranks before this one; None on rank 0.
 
         Parameters and result are those of `scan`, with the arrays of ranks 0 to r − 1 on rank r.
         """
         return self._runner.call_within(timeout, Exscan, x, op, out)
 
-    @entry
-    def send(self, x: Any, dest: int, tag: int = 0, *, timeout: float | None = None) -> None:
-        """Send an array to one rank, which calls `recv`.
+    def maxloc(self, x: ArrayT, *, timeout: float | None = None) -> tuple[ArrayT, ArrayT]:
+        """Return the largest elements of all ranks' arrays, and on which ranks they are.
 
         Parameters
         ----------
         x : array, shape S
-            Any array, of any dtype without Python objects.
-        dest : int
-            The rank that receives. It may be this rank, if that has called `irecv` for it.
-        tag : int
-            From 0 to 1048575. Messages between two ranks with one tag arrive in the order of their
-            sending; those with different tags may overtake one another.
-
-        Notes
-        -----
-        Returns when `x` may be changed again: a short message may then still be under way, a long
-        one has been received. Messages wait for no collective, and no collective waits for them.
-        """
-        self._messenger.send(x, dest, tag, timeout=timeout)
-
-    @entry
-    def recv(
-        self,
-        source: int | Wildcard,
-        tag: int | Wildcard = 0,
-        *,
-        like: Any = None,
-        out: Any = None,
-        status: Status | None = None,
-        timeout: float | None = None,
-    ) -> Any:
-        """Receive an array from one rank, which calls `send`.
-
-        Parameters
-        ----------
-        source : int or ANY_SOURCE
-            The rank that sends; with `arraycomm.ANY_SOURCE` any rank.
-        tag : int or ANY_TAG
-            The tag that it sends with; with `arraycomm.ANY_TAG` any tag.
-        like : array, optional
-            An array of the framework and device wanted. NumPy otherwise.
-        out : array, shape S, optional
-            Where the elements go. If it cannot take them, or `like` is no array, the call raises
-            and the message is lost.
-        status : Status, optional
-            Is told the rank and tag of the message, and its dtype, shape and bytes.
+            This rank's array; shape and dtype are the same on every rank.
 
         Returns
         -------
-        array, shape S
-            The array as it was sent; its shape and dtype need not be known here.
-
-        Raises
-        ------
-        PeerError
-            The sender raised instead of sending, or left; with ANY_SOURCE, all others have left.
-        CommTimeoutError
-            Nothing came within the timeout.
-
-        Notes
-        -----
-        Messages go to receives in the order of the calls: each to the first receive that takes it.
-        Those of one rank arrive in the order of their sending, also with ANY_SOURCE. With several
-        ranks' messages to choose from, those that have come first are taken first, as far as the
-        transport knows.
+        values, ranks : arrays, shape S
+            What `allreduce(x, "max")` returns, and for each element the first rank that has it, as
+            int32. Both are like `x`. NaN counts as the largest. Sends the array's bytes to every
+            rank.
         """
-        return self._messenger.recv(source, tag, like, out, status, timeout=timeout)
+        return self._runner.call_within(timeout, Maxloc, x)
 
-    @entry
-    def sendrecv(
-        self,
-        x: Any,
-        dest: int,
-        source: int | Wildcard,
-        tag: int = 0,
-        *,
-        like: Any = None,
-        out: Any = None,
-        status: Status | None = None,
-        timeout: float | None = None,
-    ) -> Any:
-        """Send to one rank and receive from another at the same time; see `send` and `recv`.
-
-        `out` may be memory of `x`.
-        """
-        return self._messenger.sendrecv(x, dest, source, tag, like, out, status, timeout=timeout)
+    def minloc(self, x: ArrayT, *, timeout: float | None = None) -> tuple[ArrayT, ArrayT]:
+        """Return the smallest elements of all ranks' arrays, and their ranks: see `maxloc`."""
+        return self._runner.call_within(timeout, Minloc, x)
 
     def barrier(self, *, timeout: float | None = None) -> None:
         """Wait until every rank has called."""
         self._runner.call_within(timeout, Barrier)
 
-    def bcast_object(self, obj: Any = None, root: int = 0, *, timeout: float | None = None) -> Any:
+    def bcast_object(
+        self, obj: T | None = None, root: int = 0, *, timeout: float | None = None
+    ) -> T:
         """Give every rank a copy of the Python object of `root`.
 
         The object is sent as a pickle: the ranks of a job trust one another.
@@ -697,7 +623,7 @@ class Communicator(NonblockingCalls, Traceable, MakesSharedArrays):
         """
         return self._runner.call_within(timeout, BcastObject, obj, root)
 
-    def allgather_object(self, obj: Any, *, timeout: float | None = None) -> list[Any]:
+    def allgather_object(self, obj: T, *, timeout: float | None = None) -> list[T]:
         """Return the list of all ranks' Python objects, which are sent as pickles.
 
         Parameters
@@ -705,12 +631,12 @@ class Communicator(NonblockingCalls, Traceable, MakesSharedArrays):
         obj : object
             Anything that pickles; it may differ between ranks in type and size.
         """
-        gathered: list[Any] = self._runner.call_within(timeout, AllgatherObject, obj)
+        gathered: list[T] = self._runner.call_within(timeout, AllgatherObject, obj)
         return gathered
 
     def gather_object(
-        self, obj: Any, root: int = 0, *, timeout: float | None = None
-    ) -> list[Any] | None:
+        self, obj: T, root: int = 0, *, timeout: float | None = None
+    ) -> list[T] | None:
         """Return the list of all ranks' Python objects on `root`, None on the other ranks.
 
         Parameters
@@ -720,7 +646,7 @@ class Communicator(NonblockingCalls, Traceable, MakesSharedArrays):
         root : int
             The rank that gets the list.
         """
-        gathered: list[Any] | None
+        gathered: list[T] | None
         gathered = self._runner.call_within(timeout, GatherObject, obj, root)
         return gathered
 

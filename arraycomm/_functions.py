@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from arraycomm._communicator import Communicator, runner_of, trees_of
 from arraycomm._entries import entry
 from arraycomm._session import world
 from arraycomm._trees.reduce import DEFAULT_BUCKET_BYTES, AllreduceGradients, AllreduceTree
 from arraycomm._trees.synchronize import Synchronize
+from arraycomm._typing import TreeT
 
 
 @entry
 def allreduce_tree(
-    tree: Any,
+    tree: TreeT,
     op: str = "mean",
     *,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     comm: Communicator | None = None,
     timeout: float | None = None,
-) -> Any:
+) -> TreeT:
     """Reduce every leaf of a tree over the ranks, in few messages.
 
     Parameters
@@ -62,7 +61,7 @@ def allreduce_tree(
 
 @entry
 def allreduce_gradients(
-    tree: Any,
+    tree: TreeT,
     op: str = "mean",
     *,
     missing: str = "zeros",
@@ -70,7 +69,7 @@ def allreduce_gradients(
     compression: str | None = None,
     comm: Communicator | None = None,
     timeout: float | None = None,
-) -> Any:
+) -> TreeT:
     """Reduce a tree of gradients, of which some may be missing on some ranks.
 
     Parameters
@@ -112,8 +111,12 @@ def allreduce_gradients(
 
 @entry
 def synchronize(
-    tree: Any, *, root: int = 0, comm: Communicator | None = None, timeout: float | None = None
-) -> Any:
+    tree: TreeT | None,
+    *,
+    root: int = 0,
+    comm: Communicator | None = None,
+    timeout: float | None = None,
+) -> TreeT:
     """Give every rank the values of `root`.
 
     Parameters

@@ -27,8 +27,8 @@ EXTRAS = (
 PUBLIC = """
     ANY_SOURCE ANY_TAG ArrayCommError BackendUnavailableError CommTimeoutError Communicator
     CommunicatorClosedError Compression ConcurrentUseError DeadlockError DistributedDataContainer
-    DistributedOptimizer ErrorFeedback Join MismatchError NotInitializedError PeerError Plan Request
-    Status TransportError allreduce_gradients allreduce_tree borrow exchange explain finalize init
+    DistributedOptimizer ErrorFeedback Grid Join MismatchError NotInitializedError PROC_NULL
+    PeerError Plan Request Status TransportError allreduce_gradients allreduce_tree borrow exchange explain finalize init
     is_initialized join mean_metrics op println raise_on_difference raise_on_nan raise_together
     synchronize waitall world
 """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from itertools import chain
 from typing import Any, Final, TypeVar
 
@@ -46,6 +46,8 @@ class DataLoader:
         Worker processes of this rank; with 0 it loads the items itself.
     collate_fn : callable, optional
         Makes a batch of a list of items; `torch.utils.data.default_collate` by default.
+    pad : bool
+        As for `DistributedDataContainer.batches`; each rank must have an item.
     **options
         Of `torch.utils.data.DataLoader`: `multiprocessing_context`, `persistent_workers`,
         `prefetch_factor`, `pin_memory`, `worker_init_fn`, `timeout`, `generator` and so on. Not
@@ -89,6 +91,7 @@ class DataLoader:
         *,
         num_workers: int = 0,
         collate_fn: Callable[[list[Any]], Any] | None = None,
+        pad: bool = False,
         **options: Any,
     ) -> None:
         if not isinstance(container, ac.DistributedDataContainer):
@@ -99,7 +102,7 @@ class DataLoader:
         for name, remedy in _NOT_HERE.items():
             if name in options:
                 raise TypeError(f"DataLoader: {name} is not an option here: {remedy}")
-        self.container = container
+        self.container, self._pad = container, pad
         self.batch_size = _positive(batch_size)
         self._batches = _Batches()
         self._loader: TorchLoader[Any] = TorchLoader(
@@ -115,22 +118,22 @@ class DataLoader:
         return self.container.num_batches(self.batch_size)
 
     def __iter__(self) -> Iterator[Any]:
-        batches = self.container.batches(self.batch_size, load=self._load)
+        batches = self.container.batches(self.batch_size, pad=self._pad, load=self._load)
         return map(_with_tensor, batches)
 
-    def _load(self, indices: Iterator[range]) -> Iterable[Any]:
+    def _load(self, indices: Iterator[Sequence[int]]) -> Iterable[Any]:
         """Load batches, of which only the last may have no items.
 
         That one comes first out of the workers, so that a `collate_fn` that cannot make it fails
         before the epoch instead of at its end.
         """
-        if len(self.container) > (len(self) - 1) * self.batch_size:
+        if self._pad or len(self.container) > (len(self) - 1) * self.batch_size:
             return self._run(indices)
         loaded = self._run(chain([range(0)], filter(None, indices)))
         empty = next(loaded)
         return chain(loaded, [empty])
 
-    def _run(self, indices: Iterator[range]) -> Iterator[Any]:
+    def _run(self, indices: Iterator[Sequence[int]]) -> Iterator[Any]:
         self._batches.indices = indices
         return iter(self._loader)
 
@@ -139,7 +142,7 @@ class _Batches:
     """A batch sampler of torch that is given its batches anew for each epoch."""
 
     def __init__(self) -> None:
-        self.indices: Iterator[range] = iter(())
+        self.indices: Iterator[Sequence[int]] = iter(())
 
     def __iter__(self) -> Iterator[Any]:
         return self.indices

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any, Final
+from typing import Any, Final, overload
 
 import numpy as np
 
@@ -13,10 +13,15 @@ from arraycomm._arrays.results import to_framework
 from arraycomm._arrays.views import NOTHING, result_prototype, view
 from arraycomm._entries import entry
 from arraycomm._errors import naming
+from arraycomm._typing import ArrayT
 
 _MODULES: Final = {row.name: row.module for row in BY_NAME.values() if row.module is not None}
 
 
+@overload
+def exchange(x: Any, to: str, *, copy: bool | None = None) -> Any: ...
+@overload
+def exchange(x: Any, to: ArrayT, *, copy: bool | None = None) -> ArrayT: ...
 @entry
 def exchange(x: Any, to: Any, *, copy: bool | None = None) -> Any:
     """Return `x` as an array of another framework.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, ClassVar, NoReturn, Protocol, Self
+from typing import Any, ClassVar, Generic, NoReturn, Protocol, Self
 
 from arraycomm._entries import entry, opaque
 from arraycomm._errors import CommTimeoutError
@@ -11,6 +11,7 @@ from arraycomm._protocol.engine import NotFinishedError
 from arraycomm._protocol.group import Group
 from arraycomm._protocol.task import Task
 from arraycomm._transports.base import Steps
+from arraycomm._typing import T, T_co
 
 # What a thread does that takes a result, so that it can use it.
 Follow = Callable[[], None]
@@ -48,7 +49,7 @@ class ProcessBound:
         )
 
 
-class Request(ProcessBound):
+class Request(ProcessBound, Generic[T_co]):
     """A collective or a message under way, started by one of the `i…` methods.
 
     All ranks start the same collectives in the same order; requests may be waited for in any order.
@@ -73,7 +74,7 @@ class Request(ProcessBound):
         self._site = site
 
     @entry
-    def wait(self, timeout: float | None = None) -> Any:
+    def wait(self, timeout: float | None = None) -> T_co:
         """Wait for it to finish, and return what the blocking form returns.
 
         Parameters
@@ -89,7 +90,7 @@ class Request(ProcessBound):
         try:
             with self._group.turn():
                 self._task.waited_for = True
-                result = self._finish(timeout)
+                result: T_co = self._finish(timeout)
                 self._follow()
                 return result
         except NotFinishedError:
@@ -134,7 +135,7 @@ class Request(ProcessBound):
 
 
 @entry
-def waitall(requests: Iterable[Request]) -> list[Any]:
+def waitall(requests: Iterable[Request[T]]) -> list[T]:
     """Wait for all requests; return their results, in the order of the requests.
 
     Parameters

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import io
-import pickle
-import sys
 from itertools import pairwise
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
-from arraycomm._arrays.dlpack import describe
-from arraycomm._arrays.exchange import exchange
 from arraycomm._calls.arguments import check_root
 from arraycomm._calls.attempts import take_together
 from arraycomm._calls.operation import Context, Operation
+from arraycomm._calls.pickles import dumps, loads
 from arraycomm._protocol.agreement import Agreement
-from arraycomm._protocol.announced import check_pickle, check_size
+from arraycomm._protocol.announced import check_size
 from arraycomm._protocol.header import Signature
 from arraycomm._reduce import algorithms
 from arraycomm._reduce.blocks import bounds_of
@@ -27,49 +23,6 @@ _NO_BYTES = np.empty(0, np.uint8)
 
 def _bytes(count: int) -> Bytes:
     return np.empty(count, np.uint8)
-
-
-# Dtypes that torch pickles in a way that it cannot read itself.
-_UNREADABLE: Final = frozenset(
-    f"torch.{name}" for name in ("uint16", "uint32", "uint64", "float8_e4m3fn", "float8_e5m2")
-)
-
-
-def dumps(obj: Any, name: str = "obj") -> Bytes:
-    """Return the pickle of an object, as an array of bytes; errors call the object by `name`."""
-    stream = io.BytesIO()
-    try:
-        _Pickler(stream, pickle.HIGHEST_PROTOCOL).dump(obj)
-    except MemoryError:
-        raise
-    except Exception as error:
-        raise TypeError(
-            f"{name} cannot be pickled ({describe(error)}); send parts that pickle takes, such as "
-            "functions and classes that a module has by name"
-        ) from error
-    return np.frombuffer(stream.getbuffer(), np.uint8)
-
-
-def loads(rank: int, data: Bytes) -> Any:
-    """Return the object of a pickle that `rank` has sent."""
-    try:
-        return pickle.loads(data.data)
-    except Exception as error:
-        check_pickle(rank, data, error)
-        raise
-
-
-class _Pickler(pickle.Pickler):
-    def reducer_override(self, obj: Any) -> Any:
-        torch = sys.modules.get("torch")
-        kind = getattr(torch, "Tensor", None)
-        if kind is not None and type(obj) is kind and str(obj.dtype) in _UNREADABLE:
-            return _tensor, (exchange(obj, "numpy"), str(obj.device))
-        return NotImplemented
-
-
-def _tensor(array: Any, device: str) -> Any:
-    return exchange(array, "torch", copy=True).to(device)
 
 
 class ObjectOperation(Operation):

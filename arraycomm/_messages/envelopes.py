@@ -28,7 +28,7 @@ _HEAD: Final = struct.Struct(f"<7q8x{MAX_DIMS}q")
 _WORD: Final = struct.Struct("<q")
 _PIECES_AT: Final = 8
 _PLACE_AT: Final = 48
-_ELEMENTS, _RAISED = range(2)
+_ELEMENTS, _RAISED, _PICKLE = range(3)
 # Bytes behind the head: to copy more elements into an envelope takes longer than a message of their
 # own.
 ROOM: Final = 64 << 10
@@ -36,12 +36,16 @@ NBYTES: Final = _HEAD.size + ROOM
 
 
 class Contents(NamedTuple):
-    """An array by its envelope: its elements, or None and the number of pieces that follow."""
+    """An array by its envelope: its elements, or None and the number of pieces that follow.
+
+    A Python object is the array of the bytes of its pickle.
+    """
 
     dtype: DType
     shape: tuple[int, ...]
     elements: Bytes | None
     pieces: int
+    pickled: bool
 
 
 # To send
@@ -68,6 +72,11 @@ def start_of(source: BufferView, place: int) -> bytes:
     described = _described(source)
     nbytes = source.array.nbytes
     return _head(_ELEMENTS, nbytes, source.dtype, source.shape, len(described), place) + described
+
+
+def start_of_pickle(nbytes: int) -> bytes:
+    """Return the head of a Python object."""
+    return _head(_PICKLE, nbytes, np.dtype(np.uint8), (nbytes,), 0, 0)
 
 
 def has_room(start: bytes, nbytes: int) -> bool:
@@ -166,7 +175,7 @@ def read(envelope: Bytes, source: int, tags: int) -> Contents | str:
     if not 0 <= pieces < tags:
         raise malformed(source, f"pieces with tag {pieces}")
     elements = body[length : length + nbytes] if length + nbytes <= ROOM else None
-    return Contents(dtype, shape, elements, pieces)
+    return Contents(dtype, shape, elements, pieces, state == _PICKLE)
 
 
 def _array(rank: int, code: int, dims: list[int], described: str) -> tuple[DType, tuple[int, ...]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import threading
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 from arraycomm._dtypes import DType
@@ -16,11 +17,12 @@ from arraycomm._transports.base import Bytes, Handle, Transport
 
 
 class Wildcard(enum.Enum):
-    """What stands for any rank, or for any tag, in a receive."""
+    """What stands for any rank, for any tag, or for no rank, beyond the border of a grid."""
 
     # No integers: `rank - 1` of rank 0 must not mean any rank.
     ANY_SOURCE = enum.auto()
     ANY_TAG = enum.auto()
+    PROC_NULL = enum.auto()
 
     def __repr__(self) -> str:
         return f"arraycomm.{self.name}"
@@ -28,6 +30,7 @@ class Wildcard(enum.Enum):
 
 ANY_SOURCE: Final = Wildcard.ANY_SOURCE
 ANY_TAG: Final = Wildcard.ANY_TAG
+PROC_NULL: Final = Wildcard.PROC_NULL
 
 
 @dataclass(slots=True)
@@ -37,9 +40,10 @@ class Status:
     Attributes
     ----------
     source, tag : int
-        The rank that sent it, and its tag; None until the message has arrived.
+        The rank that sent it, and its tag; None until the message has arrived, and for one of
+        PROC_NULL.
     dtype, shape : numpy.dtype, tuple of int
-        The array's, as it was sent; None if the sender raised instead.
+        The array's, as it was sent; None if the sender raised instead, and after `probe`.
     nbytes : int
         Bytes of its elements.
     """
@@ -87,6 +91,18 @@ class Receive:
         return self._handle is not None and self._handle.done()
 
 
+class Probe:
+    """A look for a message that stays where it is; `found` is its source and tag."""
+
+    def __init__(self, matcher: Matcher, source: int | None, tags: range) -> None:
+        self._look = partial(matcher.probe, source, tags)
+        self.found: tuple[int, int] | None = None
+
+    def done(self) -> bool:
+        self.found = self._look()
+        return self.found is not None
+
+
 class Matcher:
     """The receives of one group that wait for their messages, in the order of their calls."""
 
@@ -104,6 +120,12 @@ class Matcher:
             else:
                 self._waiting.append(receive)
         return receive
+
+    def probe(self, source: int | None, tags: range) -> tuple[int, int] | None:
+        """Return source and tag of a message that no receive under way takes, or None."""
+        self.match()
+        with self._lock:
+            return self._transport.probe(source, tags)
 
     def drop(self, receive: Receive) -> None:
         """Let a receive that was given up take no message any more."""

@@ -19,19 +19,21 @@ from arraycomm._arrays.buffer import BufferView
 from arraycomm._arrays.views import view
 from arraycomm._calls.arguments import check_rank
 from arraycomm._calls.fast_paths import FastPath
+from arraycomm._calls.pickles import dumps, loads
 from arraycomm._calls.placement import DeferredResultBuffer, Destination, HostPlacement, flatten
 from arraycomm._calls.refusals import wanted_kind
 from arraycomm._calls.requests import Request, wait_for_each
 from arraycomm._calls.runner import Runner
 from arraycomm._callsite import call_site, describe_raise
-from arraycomm._errors import MismatchError, PeerError, name_operation
+from arraycomm._errors import MismatchError, PeerError, name_operation, naming
 from arraycomm._messages import envelopes
 from arraycomm._messages.fast_exchange import FastExchange, Key
-from arraycomm._messages.matching import ANY_SOURCE, ANY_TAG, Matcher, Status
+from arraycomm._messages.matching import ANY_SOURCE, ANY_TAG, PROC_NULL, Matcher, Probe, Status
 from arraycomm._protocol.agreement import UndeliveredError
 from arraycomm._protocol.task import Task
+from arraycomm._protocol.waits import clock
 from arraycomm._protocol.waits.waiting import Watch
-from arraycomm._protocol.waits.watchdog import MessageWait, checked_timeout
+from arraycomm._protocol.waits.watchdog import LAST_MESSAGE, MessageWait, checked_timeout
 from arraycomm._reduce.blocks import cut
 from arraycomm._transports.base import Bytes, Handle, Steps, Transport
 
@@ -45,7 +47,7 @@ class Message(NamedTuple):
     """One rank's part in a message: its steps, the other rank, and what it is, for errors.
 
     `peer` is None for a message from any rank, which the `status` names once it has come, together
-    with the tag and the bytes.
+    with the tag and the bytes. `unmatched` is how many messages it sends, less those it receives.
     """
 
     steps: Steps
@@ -55,6 +57,13 @@ class Message(NamedTuple):
     nbytes: int = 0
     copies: int = 0
     status: Status | None = None
+    unmatched: int = 1
+
+
+class Pickled(NamedTuple):
+    """A Python object that is sent as its pickle; or, as what a receive is like, any."""
+
+    obj: Any = None
 
 
 class _Finished(NamedTuple):
@@ -92,8 +101,14 @@ class _Wait:
         return f"{self.doing} rank {self.peer} with tag {self.tag}"
 
 
-# What a result is like, and what is wrong with that.
-Wanted = tuple[BufferView, Exception | None]
+class Wanted(NamedTuple):
+    """What a result is like, what is wrong with that, and whether it is a Python object."""
+
+    kind: BufferView
+    wrong: Exception | None
+    pickled: bool = False
+
+
 _Pending = Request | _Finished
 
 
@@ -122,8 +137,12 @@ class Messenger:
         self._pieces = 0
         # Envelopes that are used again: to touch fresh memory takes longer than a short message.
         self._spare: list[Bytes] = []
+        # When `iprobe` last asked ranks where they are, or began to find nothing, and first saw
+        # that all of some had left.
+        self._asked: float | None = None
+        self._gone_since: dict[tuple[int, ...], float] = {}
 
-    def isend(self, x: Any, dest: int, tag: int) -> Request:
+    def isend(self, x: Any, dest: Any, tag: int) -> Request:
         """Start to send an array."""
         return _request(self._post("send", self._sending, x, dest, tag, awaited=False))
 
@@ -132,7 +151,7 @@ class Messenger:
         arguments = (source, tag, like, out, status)
         return _request(self._post("recv", self._receiving, *arguments, awaited=False))
 
-    def send(self, x: Any, dest: int, tag: int, *, timeout: float | None) -> None:
+    def send(self, x: Any, dest: Any, tag: int, *, timeout: float | None) -> None:
         """Send an array."""
         outgoing = self._outgoing(x) if self._is_plain((dest,), tag, None, timeout) else None
         if outgoing is not None:
@@ -154,7 +173,7 @@ class Messenger:
     def sendrecv(
         self,
         x: Any,
-        dest: int,
+        dest: Any,
         source: Any,
         tag: Any,
         like: Any,
@@ -191,6 +210,43 @@ class Messenger:
         # What is wrong with its own argument is raised before what another rank has raised.
         return self._wait("recv", sending, receiving)[1]
 
+    def probe(self, source: Any, tag: Any, *, timeout: float | None) -> Status:
+        """Wait for a message that can be received, and say which."""
+        probing = self._post("probe", self._probing, source, tag, awaited=True, timeout=timeout)
+        found: Status = self._wait("probe", probing)[0]
+        return found
+
+    def iprobe(self, source: Any, tag: Any) -> Status | None:
+        """Say which message can be received, None without one."""
+        group = self._group
+        if group.closed is not None:
+            raise group.closed_error("iprobe")
+        with naming("iprobe"), group.turn():
+            rank, tags, what = self._named(source, tag)
+            if source is PROC_NULL:
+                return Status()
+            group.engine.advance()
+            found = self._matcher.probe(rank, tags)
+            if found is not None:
+                self._asked = None
+                return Status(*found)
+            self._look_for(self._peers(rank, alone=False), what)
+            return None
+
+    def _look_for(self, peers: list[int], what: str) -> None:
+        """Raise once the ranks from one of which a message may come have left."""
+        notes, now = self._group.control.notes, clock.now()
+        if not set(peers) <= notes.exit_notices().keys():
+            self._asked = self._asked or now
+            if now > self._asked + LAST_MESSAGE:
+                self._asked = now
+                notes.ask_wait_status(peers)
+            return
+        # What they have sent before still comes.
+        since = self._gone_since.setdefault(tuple(peers), now)
+        wait = MessageWait(peers, f"probe {what}", call_site(), None)
+        self._group.check_message(wait, now - since)
+
     def _taken(self, source: Any, tag: Any) -> list[_Pending]:
         """Begin to receive a message that nobody gets; none if there is no such rank or tag."""
         try:
@@ -199,7 +255,7 @@ class Messenger:
             return []
 
     def _send_awaited(
-        self, x: Any, dest: int, tag: int, timeout: float | None, out: Any = None
+        self, x: Any, dest: Any, tag: int, timeout: float | None, out: Any = None
     ) -> _Pending:
         try:
             found, wrong = checked_timeout(timeout), None
@@ -281,12 +337,12 @@ class Messenger:
                 wait = MessageWait(peers, message.doing, site or call_site(), timeout)
                 group.check_message(wait, waited)
 
-            group.unmatched += -1 if operation == "recv" else 1
+            group.unmatched += message.unmatched
             steps = self._delivered(message.steps, operation)
             if alone:
                 return self._received(steps, watch)
             site = site or call_site()
-            if group.tracer is not None:
+            if group.tracer is not None and message.unmatched:
                 steps = group.tracer.message(
                     group, operation, message, steps, site, awaited=awaited
                 )
@@ -407,10 +463,13 @@ class Messenger:
     # Sending
 
     def _sending(
-        self, x: Any, dest: int, tag: int, out: Any = None, wrong: Exception | None = None
+        self, x: Any, dest: Any, tag: int, out: Any = None, wrong: Exception | None = None
     ) -> Message:
         """Return a message to send; the receiver is told what is `wrong` with another argument."""
         transport = self._group.transport
+        if dest is PROC_NULL:
+            self._read(x)
+            return Message(_nothing(), None, _check_tag(tag), "send to no rank", unmatched=0)
         dest, tag = check_rank(dest, self._group.size, "dest"), _check_tag(tag)
         doing = f"send to rank {dest} with tag {tag}"
         try:
@@ -432,6 +491,9 @@ class Messenger:
 
     def _read(self, x: Any, out: Any = None) -> _Outgoing:
         """Return an array on its way, which may be written to as `out` meanwhile."""
+        if isinstance(x, Pickled):
+            data = dumps(x.obj)
+            return self._outgoing_of(envelopes.start_of_pickle(len(data)), data, 0)
         source, place = view(x), self._place()
         head, array = envelopes.short_head(source.dtype, source.shape, place), source.array
         if head is not None and source.device_buffer is None:
@@ -440,12 +502,16 @@ class Messenger:
             copies = int(source.copied) + int(not array.flags.c_contiguous)
             return _Outgoing(envelope, room, None, array.nbytes, copies)
         start, (flat, copies) = envelopes.start_of(source, place), flatten(source)
-        data: Bytes = flat.view(np.uint8)
+        data = flat.view(np.uint8)
+        if out is not None and not envelopes.has_room(start, len(data)) and _may_change(data, out):
+            data, copies = data.copy(), copies + 1
+        return self._outgoing_of(start, data, copies)
+
+    def _outgoing_of(self, start: bytes, data: Bytes, copies: int) -> _Outgoing:
+        """Return bytes on their way, behind the head and the text of their envelope."""
         if envelopes.has_room(start, len(data)):
             envelope = np.frombuffer(start + data.tobytes(), np.uint8)
             return _Outgoing(envelope, None, None, len(data), copies)
-        if out is not None and _may_change(data, out):
-            data, copies = data.copy(), copies + 1
         envelope = np.frombuffer(bytearray(start), np.uint8)
         return _Outgoing(envelope, None, data, len(data), copies)
 
@@ -467,15 +533,33 @@ class Messenger:
     # Receiving
 
     def _receiving(self, source: Any, tag: Any, like: Any, out: Any, status: Any) -> Message:
-        rank = None if source is ANY_SOURCE else check_rank(source, self._group.size, "source")
-        tags = range(TAGS) if tag is ANY_TAG else range(found := _check_tag(tag), found + 1)
+        rank, tags, what = self._named(source, tag)
         if not isinstance(status, Status | None):
             raise TypeError(f"status must be an arraycomm.Status; got {status!r}")
-        who = "any rank" if rank is None else f"rank {rank}"
-        doing = f"recv from {who} with {'any tag' if tag is ANY_TAG else f'tag {tags[0]}'}"
         status = status or Status()
+        if source is PROC_NULL:
+            return Message(_nothing(out), None, None, "recv from no rank", unmatched=0)
         steps = self._recv(rank, tags, like, out, status)
-        return Message(steps, rank, None, doing, status=status)
+        return Message(steps, rank, None, f"recv {what}", status=status, unmatched=-1)
+
+    def _probing(self, source: Any, tag: Any) -> Message:
+        rank, tags, what = self._named(source, tag)
+        steps = _nothing(Status()) if source is PROC_NULL else self._probe(rank, tags)
+        return Message(steps, rank, None, f"probe {what}", unmatched=0)
+
+    def _named(self, source: Any, tag: Any) -> tuple[int | None, range, str]:
+        """Return the rank and tags that a receive names, None for any rank, and words for them."""
+        anyone = source is ANY_SOURCE or source is PROC_NULL
+        rank = None if anyone else check_rank(source, self._group.size, "source")
+        tags = range(TAGS) if tag is ANY_TAG else range(found := _check_tag(tag), found + 1)
+        who = "any rank" if rank is None else f"rank {rank}"
+        return rank, tags, f"from {who} with {'any tag' if tag is ANY_TAG else f'tag {tags[0]}'}"
+
+    def _probe(self, rank: int | None, tags: range) -> Steps:
+        probe = Probe(self._matcher, rank, tags)
+        yield probe
+        assert probe.found is not None
+        return Status(*probe.found)
 
     def _recv(self, rank: int | None, tags: range, like: Any, out: Any, status: Status) -> Steps:
         wanted, place, envelope = _wanted_of(like, out), self._place(), self._empty()
@@ -496,7 +580,7 @@ class Messenger:
         assert status.source is not None
         status.dtype, status.shape, status.nbytes = None, None, 0
         if place and (wrong := self._misplaced(place, envelope, status.source)) is not None:
-            wanted = (wanted_kind(None, None, None), wrong)
+            wanted = Wanted(wanted_kind(None, None, None), wrong)
         result = envelopes.short_result(envelope, out, status) if wanted is None else None
         if result is None:
             wanted = wanted or _wanted(None, out)
@@ -518,11 +602,14 @@ class Messenger:
         self, envelope: Bytes, source: int, wanted: Wanted, out: Any, status: Status
     ) -> Steps:
         """Read an envelope, and receive what follows it."""
-        transport, (kind, wrong) = self._group.transport, wanted
+        transport, (kind, wrong, pickled) = self._group.transport, wanted
         found = envelopes.read(envelope, source, TAGS)
         if isinstance(found, str):
             raise UndeliveredError(wrong or _sender_raised(source, found))
         envelopes.note(status, found.dtype, found.shape)
+        if found.pickled is not pickled:
+            what, by = ("an object", "recv_object") if found.pickled else ("an array", "recv")
+            wrong = wrong or TypeError(f"recv: rank {source} has sent {what}; receive it by {by}")
         to = Destination(kind, None if wrong else out)
         target = DeferredResultBuffer(self._host, to, found.shape, found.dtype)
         data = target.flat.view(np.uint8)
@@ -534,7 +621,7 @@ class Messenger:
         if wrong is not None:
             raise UndeliveredError(wrong)
         try:
-            return target.deliver()
+            return loads(source, target.deliver()) if pickled else target.deliver()
         except UndeliveredError:
             raise
         except Exception as error:
@@ -573,6 +660,8 @@ def _send_error(transport: Transport, error: Exception, dest: int, tag: int) -> 
 
 def _wanted_of(like: Any, out: Any) -> Wanted | None:
     """Return `_wanted`; None for NumPy arrays, which can be checked when the message is here."""
+    if isinstance(like, Pickled):
+        return Wanted(wanted_kind(None, None, None), None, pickled=True)
     plain = like is None and (out is None or type(out) is np.ndarray)
     return None if plain else _wanted(like, out)
 
@@ -580,9 +669,15 @@ def _wanted_of(like: Any, out: Any) -> Wanted | None:
 def _wanted(like: Any, out: Any) -> Wanted:
     """Return what the result is like, and the error in that: the message is taken all the same."""
     try:
-        return wanted_kind(None, like, out), None
+        return Wanted(wanted_kind(None, like, out), None)
     except Exception as error:
-        return wanted_kind(None, None, None), error
+        return Wanted(wanted_kind(None, None, None), error)
+
+
+def _nothing(result: Any = None) -> Steps:
+    """Return the steps of a message with no rank."""
+    yield from ()
+    return result
 
 
 def _sender_raised(source: int, traceback: str) -> PeerError:

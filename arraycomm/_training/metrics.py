@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any, Final
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, overload
 
 import numpy as np
 
@@ -26,11 +26,20 @@ from arraycomm._trees.fusion import Fusion, TreeMemory
 from arraycomm._trees.leaves import NONE, Leaves, spec_of
 from arraycomm._trees.pytrees import flatten
 from arraycomm._trees.reduce import DEFAULT_BUCKET_BYTES
+from arraycomm._typing import T, TreeT
 
 _SUMS: Final = np.dtype(np.float64)
 _COMPLEX_SUMS: Final = np.dtype(np.complex128)
 
 
+@overload
+def mean_metrics(tree: float, weight: Any, *, comm: Communicator | None = None) -> float: ...
+@overload
+def mean_metrics(
+    tree: Mapping[T, float], weight: Any, *, comm: Communicator | None = None
+) -> dict[T, float]: ...
+@overload
+def mean_metrics(tree: TreeT, weight: Any, *, comm: Communicator | None = None) -> TreeT: ...
 @entry
 def mean_metrics(tree: Any, weight: Any, *, comm: Communicator | None = None) -> Any:
     """Average what the ranks have measured, each as much as its weight says: Σ w·x / Σ w.

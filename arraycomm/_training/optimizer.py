@@ -20,6 +20,7 @@ from arraycomm._training.gradients import Gradients
 from arraycomm._training.join import PrivateGuard
 from arraycomm._training.shards import Shards
 from arraycomm._trees.reduce import DEFAULT_BUCKET_BYTES
+from arraycomm._typing import T
 
 _ADAPTERS: Final = {
     "torch": "arraycomm.adapters.torch",
@@ -34,7 +35,7 @@ _DEFAULT_ADAPTER: Final = "arraycomm.adapters.numpy"
 
 @entry
 def DistributedOptimizer(  # noqa: N802
-    optimizer: Any,
+    optimizer: T,
     *,
     comm: Communicator | None = None,
     op: str = "mean",
@@ -43,7 +44,7 @@ def DistributedOptimizer(  # noqa: N802
     compression: str | Compression | None = None,
     shard: bool = False,
     verify_every: int = DEFAULT_STEPS,
-) -> Any:
+) -> T:
     """Make an optimizer reduce the gradients over all ranks before it uses them.
 
     Parameters

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -23,6 +22,7 @@ from arraycomm._trees.layout import Spec
 from arraycomm._trees.leaves import NONE, Leaves, Parts
 from arraycomm._trees.pytrees import Flat, flatten
 from arraycomm._trees.reduce import DEFAULT_BUCKET_BYTES, reduce_on_device, results
+from arraycomm._typing import TreeT
 
 
 class Plan(ProcessBound):
@@ -93,7 +93,7 @@ class Plan(ProcessBound):
         self._plain = len(self.present) == len(self._specs)
 
     @opaque
-    def __call__(self, tree: Any, *, timeout: float | None = None) -> Any:
+    def __call__(self, tree: TreeT, *, timeout: float | None = None) -> TreeT:
         return self._runner.call_within(timeout, RunPlan, self, tree)
 
     def __repr__(self) -> str:
@@ -106,25 +106,18 @@ class Plan(ProcessBound):
 
     def check_structure(self, flat: Flat) -> None:
         """Raise unless the tree has the plan's structure."""
-        self._check_paths(flat.paths)
-        if flat.structure == self._structure:
+        paths = flat.paths
+        if paths == self._paths and flat.structure == self._structure:
             return
-        pairs = zip_longest(flat.structure.splitlines(), self._structure.splitlines())
-        got, planned = next((got, planned) for got, planned in pairs if got != planned)
-        raise ValueError(
-            "the tree must have the structure that the plan was made of; got "
-            f"{got or 'no container'} in place of {planned or 'none'}; make another plan for other "
-            "trees"
-        )
-
-    def _check_paths(self, paths: Sequence[str]) -> None:
-        if paths == self._paths:
-            return
-        for path, planned in zip(paths, self._paths, strict=False):
-            if path != planned:
+        pairs: list[tuple[str | None, str | None]] = [*zip(paths, self._paths, strict=False)]
+        if len(paths) == len(self._paths):
+            pairs += zip_longest(flat.structure.splitlines(), self._structure.splitlines())
+        for got, planned in pairs:
+            if got != planned:
                 raise ValueError(
-                    f"the tree must have the structure that the plan was made of; got {path} "
-                    f"in place of {planned}; make another plan for other trees"
+                    "the tree must have the structure that the plan was made of; got "
+                    f"{got or 'no container'} in place of {planned or 'none'}; make another plan "
+                    "for other trees"
                 )
         many, few = (paths, self._paths) if len(paths) > len(self._paths) else (self._paths, paths)
         difference = "new" if many is paths else "missing"

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import arraycomm as ac
 from arraycomm import _launch
-from arraycomm._collectives.objects import loads
+from arraycomm._calls.pickles import loads
 from arraycomm._communicator import Communicator
 from arraycomm._protocol.announced import _memory
 from arraycomm._protocol.details import Description

@@ -5,9 +5,11 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from ctypes import c_int64
+from functools import partial
+from itertools import cycle, islice
 from multiprocessing.context import get_spawning_popen
 from multiprocessing.sharedctypes import RawArray
-from typing import Any, Final, NamedTuple, overload
+from typing import Any, Final, Generic, NamedTuple, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +22,7 @@ from arraycomm._protocol.agreement import Agreement
 from arraycomm._session import world
 from arraycomm._training.batches.items import Items, items_of
 from arraycomm._training.batches.order import MODES, Part, part_of
+from arraycomm._typing import DataT
 
 _NAME: Final = "DistributedDataContainer"
 _MAX_EPOCH: Final = (1 << 63) - 1
@@ -29,14 +32,29 @@ _STATE: Final = (*_SETTINGS, "epoch", "consumed")
 _NOTHING: Final = object()
 
 # From this rank's batches, as indices into the container, to their items.
-Load = Callable[[Iterator[range]], Iterable[Any]]
+Load = Callable[[Iterator[Sequence[int]]], Iterable[Any]]
 
 
-class Batch(NamedTuple):
+class Batch(NamedTuple, Generic[DataT]):
     """Some items of one rank, and their weights: what `DistributedDataContainer.batches` yields."""
 
-    items: Any
+    items: DataT
     weights: NDArray[np.float32]
+
+
+class Pass(Iterator[Batch[DataT]]):
+    """The batches of an epoch; its length is the number of batches that are left."""
+
+    def __init__(self, batches: Iterator[Batch[DataT]], left: int) -> None:
+        self._batches, self._left = batches, left
+
+    def __len__(self) -> int:
+        return self._left
+
+    def __next__(self) -> Batch[DataT]:
+        batch = next(self._batches)
+        self._left -= 1
+        return batch
 
 
 class AgreeOn(SmallExchange):
@@ -77,7 +95,7 @@ class LoadStateDict(AgreeOn):
 
 
 @entries()
-class DistributedDataContainer(Sequence[Any]):
+class DistributedDataContainer(Sequence[Any], Generic[DataT]):
     """This rank's items of a data set, in a global order that does not depend on the rank count.
 
     Parameters
@@ -134,6 +152,26 @@ class DistributedDataContainer(Sequence[Any]):
     loader keeps them for the next epoch; with "exact" some ranks may then have a batch less.
     """
 
+    @overload
+    def __init__(
+        self,
+        data: DataT,
+        *,
+        comm: Communicator | None = None,
+        shuffle: bool = False,
+        seed: int = 0,
+        uneven: str = "exact",
+    ) -> None: ...
+    @overload
+    def __init__(
+        self: DistributedDataContainer[Any],
+        data: Any,
+        *,
+        comm: Communicator | None = None,
+        shuffle: bool = False,
+        seed: int = 0,
+        uneven: str = "exact",
+    ) -> None: ...
     def __init__(
         self,
         data: Any,
@@ -195,35 +233,41 @@ class DistributedDataContainer(Sequence[Any]):
         if used or part.epoch != self._epoch:
             self._begin(part)
 
-    def batches(self, n: int, *, load: Load | None = None) -> Iterator[Batch]:
+    def batches(self, n: int, *, pad: bool = False, load: Load | None = None) -> Pass[DataT]:
         """Go through what is left of the epoch, `n` items of this rank at a time; collective.
 
         Parameters
         ----------
         n : int
             Items of one rank in a batch, the same on every rank: all ranks together have n · size.
+        pad : bool
+            Whether the last batch, which may be shorter, is filled up to `n` by items of this rank,
+            or of the data set if this rank has none, with weight 0: the shapes of all batches are
+            the same, as under `jax.jit`. The same on every rank.
         load : callable, optional
             Loads the items, for example by worker processes. Called as `load(indices)` when the
             loop begins. `indices` is an iterator over this rank's batches, each a `range` of
-            indices into the container; the last one may be empty. Returns an iterable of their
-            items, in the same order. It may read ahead: this changes neither weights nor states.
+            indices into the container, or a list if it is filled up; the last one may be empty.
+            Returns an iterable of their items, in the same order. It may read ahead: this changes
+            neither weights nor states.
 
         Returns
         -------
         iterator of Batch
-            Named tuples `(items, weights)`. `items` is an array if the data is an array, a tree of
-            arrays if the data is a tree, and otherwise a list. `weights` is an ndarray of float32,
-            as long as the batch: 1, or 0 for the repeated items of "pad". Every rank gets the same
-            number of batches. The last one may be shorter; with "exact" it may be shorter on some
-            ranks than on others, or empty.
+            Its length is the number of batches that are left, the same on every rank. Named tuples
+            `(items, weights)`. `items` is an array if the data is an array, a tree of arrays if the
+            data is a tree, and otherwise a list. `weights` is an ndarray of float32, as long as the
+            batch: 1, or 0 for repeated items. Without `pad` the last one may be shorter; with
+            "exact" it may be shorter on some ranks than on others, or empty.
 
         Raises
         ------
         TypeError, ValueError
-            `n` is no integer, or less than 1; `load` cannot be called. From the iterator: `load`
-            has returned too few batches.
+            `n` is no integer, or less than 1; `pad` is no bool; `load` cannot be called, or has no
+            item to fill up the batches of a rank with. From the iterator: `load` has returned too
+            few batches.
         MismatchError
-            The ranks have passed different `n`.
+            The ranks have passed different `n` or `pad`.
         RuntimeError
             From the iterator, if the loop itself called `set_epoch`, `load_state_dict`, `advance`
             or `batches`.
@@ -240,13 +284,22 @@ class DistributedDataContainer(Sequence[Any]):
             wanted = _natural(n, "batches", "n", least=1)
             if not (load is None or callable(load)):
                 raise TypeError(f"batches: load must be a function; got {load!r}")
-            return (wanted, self._part_of(self._epoch, 0)), f"n={wanted}"
+            if not isinstance(pad, bool | np.bool_):
+                raise TypeError(f"batches: pad must be True or False; got {pad!r}")
+            part = self._part_of(self._epoch, 0)
+            if pad and load is not None and not len(part.items) and len(self._items):
+                raise ValueError(
+                    f"batches: load cannot fill up the batches of rank {self._rank}, which has no "
+                    "item; leave out pad, or load"
+                )
+            return (wanted, part), f"n={wanted}, pad={pad}"
 
         (wanted, part), used = self._agree(Batches, check)
         if used:
             self._begin(part)
         self._used = True
-        return self._pass(wanted, self._disturb(), load)
+        starts = range(self._taken, self._share.rounds, wanted)
+        return Pass(self._pass(wanted, starts, bool(pad), self._disturb(), load), len(starts))
 
     def num_batches(self, n: int) -> int:
         """Return the number of batches of `n` items in the epoch; local, the same on every rank.
@@ -446,23 +499,33 @@ class DistributedDataContainer(Sequence[Any]):
         self._current = object()
         return self._current
 
-    def _pass(self, n: int, current: object, load: Load | None = None) -> Iterator[Batch]:
+    def _pass(
+        self, n: int, starts: range, pad: bool, current: object, load: Load | None
+    ) -> Iterator[Batch[Any]]:
         self._check_current(current)
-        rounds, held = self._share.rounds, len(self._index)
-        firsts = range(self._taken, rounds, n)
-        indices = (range(min(first, held), min(first + n, held)) for first in firsts)
-        loaded = iter((self._load if load is None else load)(indices))
-        for first in firsts:
+        indices = (self._own(start, n, pad) for start in starts)
+        loaded = iter((load or partial(self._load, n if pad else 0))(indices))
+        for start in starts:
             self._check_current(current)
             items = next(loaded, _NOTHING)
             if items is _NOTHING:
                 raise ValueError(
-                    f"batches: load must return the items of all {len(firsts)} batches of rank "
-                    f"{self._rank}; it returned {firsts.index(first)}"
+                    f"batches: load must return the items of all {len(starts)} batches of rank "
+                    f"{self._rank}; it returned {starts.index(start)}"
                 )
-            self._taken = min(first + n, rounds)
-            yield Batch(items, self._weights[first : self._taken].copy())
+            self._taken = min(start + n, self._share.rounds)
+            weights = self._weights[start : self._taken]
+            missing = n - len(weights) if pad else 0
+            yield Batch(items, np.pad(weights, (0, missing)) if missing else weights.copy())
         self._check_current(current)
+
+    def _own(self, start: int, n: int, pad: bool) -> Sequence[int]:
+        """Return a batch of this rank as indices into the container; none if it has no item."""
+        held = len(self._index)
+        own = range(min(start, held), min(start + n, held))
+        if not pad or len(own) == n:
+            return own
+        return list(islice(cycle(own or range(min(held, 1))), n))
 
     def _check_current(self, current: object) -> None:
         if self._current is not current:
@@ -471,8 +534,11 @@ class DistributedDataContainer(Sequence[Any]):
                 "load_state_dict, advance or another call of batches; leave the loop first"
             )
 
-    def _load(self, indices: Iterator[range]) -> Iterator[Any]:
-        return (self._items.many(self._index[own.start : own.stop]) for own in indices)
+    def _load(self, filled: int, indices: Iterator[Sequence[int]]) -> Iterator[Any]:
+        """Load the items of batches, which have `filled` items if that is not 0."""
+        for own in indices:
+            index = self._index[slice(own.start, own.stop) if isinstance(own, range) else own]
+            yield self._items.many(index if len(own) or not filled else np.zeros(filled, np.int64))
 
 
 def _shared_memory() -> Any:

@@ -13,7 +13,7 @@ import numpy as np
 
 from arraycomm._calls.operation import Context, Operation
 from arraycomm._callsite import call_site
-from arraycomm._collectives.objects import dumps
+from arraycomm._calls.pickles import dumps
 from arraycomm._communicator import Communicator, runner_of
 from arraycomm._errors import MismatchError
 from arraycomm._protocol.agreement import Agreement, UndeliveredError

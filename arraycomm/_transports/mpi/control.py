@@ -58,7 +58,7 @@ class MpiControl(ControlChannel):
             self.native = native_steps(self._exchange, memory, rank, members, slot)
         self._pending = self._started = self._received = self._natively = False
         KEPT_ALIVE.add(self)
-        self.notes: MpiNotes = MpiNotes(comm, lambda: self.step)
+        self.notes: MpiNotes = MpiNotes(between, lambda: self.step)
 
     def post(self, nbytes: int | None = None) -> None:
         self.step = step = self.step + 1

@@ -21,6 +21,7 @@ from arraycomm._transports.mpi.direct import DirectMessages
 from arraycomm._transports.mpi.failures import failed_ranks, shrunk, survives_failures, translated
 from arraycomm._transports.mpi.memory import finish, shared_memory
 from arraycomm._transports.mpi.movement import begin, vector
+from arraycomm._transports.mpi.notes import TAG as NOTES
 from arraycomm._transports.mpi.pairs import MpiPair
 from arraycomm._transports.mpi.pieces import agreed
 from arraycomm._transports.mpi.relay import Relay
@@ -128,6 +129,10 @@ class MPITransport(SharesFiles, Transport):
         rank, status = MPI.ANY_SOURCE if source is None else source, MPI.Status()
         try:
             come = self.mpi_comm.Iprobe(rank, tags[0] if len(tags) == 1 else MPI.ANY_TAG, status)
+            if come and status.tag == NOTES:
+                # Left unread between nodes by a communicator whose number this one has now; it
+                # would hide others.
+                self.mpi_comm.Recv(bytearray(status.Get_count(MPI.BYTE)), status.source, NOTES)
         except MPI.Exception as error:
             raise translated(error) from error
         # Pieces of messages and control messages have tags of their own; who waits for them takes

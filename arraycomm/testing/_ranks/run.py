@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from arraycomm._transports.threads import make_group
+from arraycomm._typing import T
 from arraycomm.testing._failures import first_failure
 from arraycomm.testing._internals import communicator_over
 from arraycomm.testing._ranks.schedule import Schedule
@@ -19,11 +20,11 @@ _SLACK: Final = 2.0
 
 def run(
     size: int,
-    fn: Callable[..., Any],
+    fn: Callable[..., T],
     *args: Any,
     timeout: float = 60.0,
     schedule: Schedule | int | None = None,
-) -> list[Any]:
+) -> list[T]:
     """Run `fn(comm, *args)` on `size` ranks, each a thread of this process.
 
     Parameters

@@ -93,7 +93,7 @@ _WRONG_ARGUMENTS: Final[dict[str, tuple[type[Exception], _Call]]] = {
     "leaf": (TypeError, lambda comm, x: allreduce_tree([x, "text"], comm=comm)),
     "no leaf": (TypeError, lambda comm, x: synchronize([x, object()], comm=comm)),
     "counts": (ValueError, lambda comm, x: comm.alltoallv(x, [len(x) + 1] * comm.size)),
-    "color": (TypeError, lambda comm, _: comm.split(0.5)),  # type: ignore[arg-type]
+    "color": (TypeError, lambda comm, _: comm.split(0.5)),  # type: ignore[call-overload]
     "unpicklable": (Exception, lambda comm, _: comm.allgather_object(threading.Lock())),
 }
 

@@ -1,0 +1,171 @@
+"""Ranks as the cells of a grid, row by row: who is whose neighbour."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from arraycomm._calls.operation import Context
+from arraycomm._calls.requests import ProcessBound
+from arraycomm._calls.runner import Runner
+from arraycomm._collectives.groups import SmallExchange
+from arraycomm._entries import entries
+from arraycomm._messages.matching import PROC_NULL, Wildcard
+from arraycomm._protocol.agreement import Agreement
+
+if TYPE_CHECKING:
+    from arraycomm._communicator import Communicator
+
+Layout = tuple[tuple[int, ...], tuple[bool, ...]]
+
+
+class MakeGrid(SmallExchange):
+    """See `Communicator.grid`."""
+
+    name, code = "grid", 41
+
+    def __init__(self, context: Context, dims: Any, periods: Any) -> None:
+        self._layout = _checked(dims, periods, context.group.size)
+        super().__init__(context, "dims={}, periods={}".format(*self._layout))
+
+    def result(self, agreement: Agreement) -> Layout:
+        return self._layout
+
+
+class MakeSubgrid(SmallExchange):
+    """See `Grid.sub`."""
+
+    name, code = "sub", 44
+
+    def __init__(self, context: Context, keep: Any, count: int) -> None:
+        if len(keep) != count or not all(isinstance(kept, bool | np.bool_) for kept in keep):
+            raise ValueError(f"keep must be a bool for each of {count} dimensions; got {keep!r}")
+        super().__init__(context, f"keep={[*map(bool, keep)]}")
+
+
+@entries()
+class Grid(ProcessBound):
+    """The ranks of a communicator as the cells of a grid; made by `Communicator.grid`.
+
+    Rank 0 has the coordinates 0, …, 0, and those of the last dimension change first. All methods
+    but `sub` are local.
+
+    Attributes
+    ----------
+    comm : Communicator
+        Whose ranks these are.
+    dims : tuple of int
+        Ranks along each dimension.
+    periods : tuple of bool
+        Whether the last rank of a dimension is the neighbour of its first.
+    coords : tuple of int
+        Of this rank.
+    """
+
+    _instead = "make one in each process"
+
+    def __init__(self, comm: Communicator, runner: Runner, layout: Layout) -> None:
+        self.comm, self._runner = comm, runner
+        self.dims, self.periods = layout
+        self.coords = self.coords_of(comm.rank)
+
+    def coords_of(self, rank: int) -> tuple[int, ...]:
+        """Return the coordinates of a rank."""
+        return tuple(map(int, np.unravel_index(rank, self.dims)))
+
+    def rank_at(self, coords: Sequence[int]) -> int | Wildcard:
+        """Return the rank at some coordinates.
+
+        Those of a periodic dimension may be any integers; beyond the border of another there is
+        `arraycomm.PROC_NULL`.
+        """
+        if len(coords) != len(self.dims):
+            raise ValueError(f"rank_at: coords must be {len(self.dims)} integers; got {coords!r}")
+        modes = ["wrap" if periodic else "raise" for periodic in self.periods]
+        try:
+            return int(np.ravel_multi_index(tuple(coords), self.dims, mode=modes))  # type: ignore[call-overload]
+        except ValueError:
+            return PROC_NULL
+
+    def shift(self, axis: int, steps: int = 1) -> tuple[int | Wildcard, int | Wildcard]:
+        """Return the ranks to receive from and to send to, to move data along an axis.
+
+        Parameters
+        ----------
+        axis : int
+            The dimension.
+        steps : int
+            How far; negative towards smaller coordinates.
+
+        Returns
+        -------
+        (source, dest)
+            For `comm.sendrecv(x, dest, source)`. Beyond a border that is not periodic each is
+            `arraycomm.PROC_NULL`, with which nothing is sent or received.
+        """
+        if not -len(self.dims) <= operator.index(axis) < len(self.dims):
+            raise ValueError(f"shift: axis must be a dimension of {self.dims}; got {axis}")
+        at = np.array(self.coords)
+        step = np.zeros_like(at)
+        step[axis] = steps
+        return self.rank_at(tuple(at - step)), self.rank_at(tuple(at + step))
+
+    @property
+    def neighbors(self) -> list[int]:
+        """The ranks one step away along each dimension, in ascending order, each once."""
+        around = [rank for axis in range(len(self.dims)) for rank in self.shift(axis)]
+        return sorted({rank for rank in around if isinstance(rank, int)} - {self.comm.rank})
+
+    def sub(self, keep: Sequence[bool]) -> Grid:
+        """Return the grid of the ranks that share the coordinates of the other dimensions.
+
+        Parameters
+        ----------
+        keep : sequence of bool
+            For each dimension whether the new grid has it; the same on every rank.
+
+        Returns
+        -------
+        Grid
+            Over a communicator of its own, which `grid.comm.free()` releases. Collective.
+        """
+        self._runner.call(MakeSubgrid, keep, len(self.dims))
+        fixed = [0 if kept else at for kept, at in zip(keep, self.coords, strict=True)]
+        comm = self.comm.split(int(np.ravel_multi_index(fixed, self.dims)), self.comm.rank)
+        dims = [n for n, kept in zip(self.dims, keep, strict=True) if kept]
+        periods = [p for p, kept in zip(self.periods, keep, strict=True) if kept]
+        return comm.grid(dims, periods)
+
+    def __repr__(self) -> str:
+        dims = " × ".join(map(str, self.dims))
+        return f"<Grid of {dims} ranks: rank {self.comm.rank} at {self.coords}>"
+
+
+def _checked(dims: Any, periods: Any, size: int) -> Layout:
+    """Return the ranks along each dimension, with those that are 0 chosen, and what is periodic."""
+    wanted = [0] * dims if isinstance(dims, int) else [operator.index(n) for n in dims]
+    around = [periods] * len(wanted) if isinstance(periods, bool) else list(periods)
+    if len(around) != len(wanted) or not all(isinstance(p, bool | np.bool_) for p in around):
+        raise ValueError(f"periods must be a bool for each of {len(wanted)} dims; got {periods!r}")
+    fixed = math.prod(n for n in wanted if n)
+    if min(wanted, default=0) < 0 or size % fixed or (fixed != size and 0 not in wanted):
+        raise ValueError(f"dims must be numbers whose product is {size}, or 0; got {dims!r}")
+    chosen = iter(_balanced(size // fixed, wanted.count(0)))
+    return tuple(n or next(chosen) for n in wanted), tuple(map(bool, around))
+
+
+def _balanced(number: int, count: int) -> list[int]:
+    """Return `count` factors of a number that are as equal as its prime factors allow."""
+    factors, primes, divisor = [1] * count, list[int](), 2
+    while number > 1:
+        while number % divisor == 0:
+            primes.append(divisor)
+            number //= divisor
+        divisor += 1
+    for prime in reversed(primes):
+        factors[factors.index(min(factors))] *= prime
+    return sorted(factors, reverse=True)

@@ -1,0 +1,123 @@
+"""Ranks as a grid, messages beyond its border, and where the largest elements are."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import arraycomm as ac
+from arraycomm import PROC_NULL, Communicator
+from tests.support.on_ranks import each_rank_of
+
+
+@each_rank_of("size")
+def test_coordinates_are_those_of_rows_and_numbers_of_ranks_are_chosen(comm: Communicator) -> None:
+    n = comm.size
+    for dims, periods in itertools.product((1, 2, 3, (0, 1), (n, 0), (1, n, 1)), (False, True)):
+        grid = comm.grid(dims, periods)
+        assert math.prod(grid.dims) == n
+        assert len(grid.dims) == (dims if isinstance(dims, int) else len(dims))
+        assert [grid.rank_at(grid.coords_of(rank)) for rank in range(n)] == list(range(n))
+        assert grid.coords == np.unravel_index(comm.rank, grid.dims)
+    assert comm.grid(2).dims == {1: (1, 1), 2: (2, 1), 3: (3, 1), 4: (2, 2)}[n]
+
+
+@each_rank_of("size")
+def test_rows_move_along_each_axis_as_arrays_are_rolled(comm: Communicator) -> None:
+    ranks = np.arange(comm.size)
+    for periodic, steps in itertools.product((False, True), (-2, -1, 1)):
+        grid = comm.grid(2, periodic)
+        for axis in range(2):
+            source, dest = grid.shift(axis, steps)
+            got = comm.sendrecv(np.array([comm.rank]), dest, source, out=np.array([-1]))
+            cells = ranks.reshape(grid.dims)
+            rolled = np.roll(cells, steps, axis)
+            if not periodic:
+                border = np.moveaxis(rolled, axis, 0)
+                border[: max(steps, 0)], border[len(border) + min(steps, 0) :] = -1, -1
+            assert got == rolled[grid.coords]
+
+
+@each_rank_of("size")
+def test_neighbors_and_parts_of_a_grid(comm: Communicator) -> None:
+    grid = comm.grid((0, 1), (True, False))
+    around = {(comm.rank + step) % comm.size for step in (-1, 1)} - {comm.rank}
+    assert grid.neighbors == sorted(around)
+    for keep in itertools.product((False, True), repeat=2):
+        part = grid.sub(keep)
+        assert part.dims == tuple(itertools.compress(grid.dims, keep))
+        assert part.comm.allgather_object(comm.rank) == (
+            list(range(comm.size)) if keep[0] else [comm.rank]
+        )
+        part.comm.free()
+
+
+@each_rank_of("several")
+def test_wrong_grids_are_errors_on_every_rank(comm: Communicator) -> None:
+    for dims, periods, said in (
+        ((comm.size + 1,), False, f"grid: dims must be numbers whose product is {comm.size}, or 0"),
+        ((-1,), False, "grid: dims must be numbers whose product"),
+        (1, (True, False), "grid: periods must be a bool for each of 1 dims"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            comm.grid(dims, periods)
+        # That of one rank is told to the others.
+        with pytest.raises(ac.PeerError if comm.rank else ValueError, match=said):
+            comm.grid(1 if comm.rank else dims, False if comm.rank else periods)
+    grid = comm.grid(1)
+    with pytest.raises(ac.PeerError if comm.rank else ValueError, match="sub: keep must be a bool"):
+        grid.sub((True,) if comm.rank else (True, True))
+    with pytest.raises(ValueError, match=r"rank_at: coords must be 1 integers; got \(0, 0\)"):
+        grid.rank_at((0, 0))
+    with pytest.raises(ValueError, match=r"shift: axis must be a dimension"):
+        grid.shift(1)
+    with pytest.raises(ac.MismatchError, match=r"grid\(dims=.*periods="):
+        comm.grid((0, 1) if comm.rank else (1, 0))
+
+
+@each_rank_of("size")
+def test_nothing_goes_to_no_rank(comm: Communicator) -> None:
+    x, out, status = np.arange(3), np.full(3, 7), ac.Status()
+    comm.send(x, PROC_NULL)
+    comm.isend(x, PROC_NULL, 5).wait()
+    comm.send_object(object, PROC_NULL)
+    assert comm.recv(PROC_NULL, status=status) is None
+    assert comm.recv(PROC_NULL, ac.ANY_TAG, out=out) is out
+    assert comm.irecv(PROC_NULL, out=out).wait() is out
+    assert comm.recv_object(PROC_NULL) is None
+    assert (out == 7).all()
+    assert comm.probe(PROC_NULL) == comm.iprobe(PROC_NULL) == status == ac.Status()
+    with pytest.raises(TypeError, match="send: x must be an array"):
+        comm.send("text", PROC_NULL)
+
+
+@each_rank_of("size")
+def test_largest_and_smallest_elements_and_their_first_ranks(comm: Communicator) -> None:
+    rng = np.random.default_rng(5)
+    for dtype in (np.int8, np.uint64, np.bool_, np.float64, np.float16, ml_dtypes.bfloat16):
+        rows = rng.integers(0, 2 if dtype is np.bool_ else 4, (comm.size, 6, 5)).astype(dtype)
+        if dtype is np.float64:
+            rows[rng.random(rows.shape) < 0.2] = np.nan
+        mine = np.asfortranarray(rows[comm.rank])[::2]
+        wide = rows[:, ::2].astype(np.float64)
+        for name, ranks in (("max", wide.argmax(0)), ("min", wide.argmin(0))):
+            values, places = getattr(comm, f"{name}loc")(mine)
+            assert values.dtype == dtype
+            assert values.tobytes() == comm.allreduce(mine, name).tobytes()
+            np.testing.assert_array_equal(places, ranks.astype(np.int32), strict=True)
+    assert comm.maxloc(comm.rank) == (comm.size - 1, comm.size - 1)
+    with pytest.raises(TypeError, match="minloc: op 'min' is not defined for complex128"):
+        comm.minloc(1j)
+
+
+@each_rank_of("few", "torch", "jax")
+def test_places_are_of_the_framework_of_the_array(comm: Communicator, torch, jax) -> None:
+    for x in (torch.tensor([1.0, -comm.rank]), jax.numpy.array([1.0, -comm.rank])):
+        values, ranks = comm.maxloc(x)
+        assert type(values) is type(ranks) is type(x)
+        assert ranks.tolist() == [0, 0]
+        assert values.tolist() == [1.0, 0.0]

@@ -1,0 +1,135 @@
+"""Python objects from rank to rank, and looks for messages."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import numpy as np
+import pytest
+
+import arraycomm as ac
+from arraycomm import ANY_SOURCE, ANY_TAG, Communicator
+from arraycomm._transports.notes import FAILED
+from tests.support.internals import announce_exit
+from tests.support.on_ranks import each_rank_of
+
+OBJECTS = [None, {"a": [1, (2.5, "é")]}, b"x" * 70_000, np.arange(4), ValueError("text")]
+
+
+def ring(comm: Communicator) -> tuple[int, int]:
+    return (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+
+
+@each_rank_of("size")
+def test_objects_arrive_in_order_among_arrays(comm: Communicator) -> None:
+    right, left = ring(comm)
+    started = [comm.isend_object(obj, right, 3) for obj in OBJECTS]
+    started.append(comm.isend(np.arange(5), right, 3))
+    started.append(comm.isend_object("last", right, 3))
+    status = ac.Status()
+    got = [comm.recv_object(left, 3, status=status) for _ in OBJECTS]
+    assert (status.source, status.tag) == (left, 3)
+    assert repr(got) == repr(OBJECTS)
+    assert comm.recv(left, 3).tolist() == list(range(5))
+    assert comm.irecv_object(ANY_SOURCE, ANY_TAG).wait() == "last"
+    ac.waitall(started)
+
+
+@each_rank_of("several")
+def test_objects_of_blocking_calls(comm: Communicator) -> None:
+    if comm.rank == 0:
+        comm.send_object({"long": b"x" * 200_000}, 1)
+        comm.send_object(1, 1, 8)
+    elif comm.rank == 1:
+        assert comm.recv_object(ANY_SOURCE) == {"long": b"x" * 200_000}
+        assert comm.recv_object(0, ANY_TAG) == 1
+
+
+@each_rank_of("size")
+def test_what_is_received_as_what_it_is_not_is_an_error_and_lost(comm: Communicator) -> None:
+    right, left = ring(comm)
+    for nbytes in (10, 100_000):
+        started = [comm.isend_object(b"x" * nbytes, right), comm.isend(np.ones(nbytes), right)]
+        with pytest.raises(TypeError, match=f"rank {left} has sent an object; .* by recv_object"):
+            comm.recv(left)
+        with pytest.raises(TypeError, match=f"rank {left} has sent an array; receive it by recv"):
+            comm.recv_object(left)
+        ac.waitall(started)
+    assert comm.iprobe(ANY_SOURCE, ANY_TAG) is None
+
+
+@each_rank_of("size")
+def test_object_that_cannot_be_pickled_is_an_error_on_both_ranks(comm: Communicator) -> None:
+    right, left = ring(comm)
+    sending = comm.isend_object(threading.Lock(), right)
+    with pytest.raises(ac.PeerError, match=f"rank {left} raised instead of sending"):
+        comm.recv_object(left)
+    with pytest.raises(TypeError, match="send: obj cannot be pickled"):
+        sending.wait()
+    assert comm.allreduce(1) == comm.size
+
+
+@each_rank_of("size")
+def test_probe_names_a_message_and_leaves_it(comm: Communicator) -> None:
+    right, left = ring(comm)
+    assert comm.iprobe(ANY_SOURCE, ANY_TAG) is None
+    comm.barrier()
+    started = [comm.isend(np.ones(n), right, tag) for n, tag in ((3, 7), (50_000, 9))]
+    for source, tag in ((left, 9), (ANY_SOURCE, 7)):
+        found = comm.probe(source, tag)
+        assert (found.source, found.tag) == (left, 7 if tag == 7 else 9)
+    while (found := comm.iprobe(ANY_SOURCE, ANY_TAG)) is None:
+        time.sleep(1e-3)
+    # A receive that waits takes its message; a probe does not see that one.
+    receiving = comm.irecv(left, 7)
+    receiving.wait()
+    assert comm.probe(ANY_SOURCE, ANY_TAG).tag == 9
+    assert comm.recv(left, 9).shape == (50_000,)
+    ac.waitall(started)
+    assert comm.iprobe(left) is None
+    with pytest.raises(ValueError, match=r"iprobe: source must be a rank"):
+        comm.iprobe(comm.size)
+    with pytest.raises(ValueError, match=r"probe: tag must be 0 to"):
+        comm.probe(0, -1)
+
+
+@each_rank_of("several")
+def test_probe_is_of_no_rank_that_has_failed(comm: Communicator) -> None:
+    part = comm.dup()
+    if comm.rank == 0:
+        announce_exit(part, FAILED, "lost my way")
+    else:
+        with pytest.raises(ac.PeerError, match="lost my way"):
+            _poll(part, 0)
+        with pytest.raises(ac.PeerError, match="lost my way"):
+            part.probe(0)
+        with pytest.raises(ac.CommunicatorClosedError, match="iprobe: "):
+            part.iprobe(0)
+
+
+@each_rank_of("several")
+def test_what_a_former_communicator_left_in_mpi_hides_nothing(comm: Communicator) -> None:
+    if comm.mpi_comm is None:
+        pytest.skip("needs MPI")
+    right, _ = ring(comm)
+    left_behind = comm.mpi_comm.Isend(b"x" * 40, right, 1 << 21)
+    sending = comm.isend(np.ones(3), right, 5)
+    receiving = comm.irecv(ANY_SOURCE, ANY_TAG)
+    while not receiving.test():
+        time.sleep(1e-3)
+    sending.wait()
+    left_behind.Wait()
+
+
+@each_rank_of("several")
+def test_probe_has_a_limit(comm: Communicator) -> None:
+    with pytest.raises(
+        ac.CommTimeoutError, match=r"probe from rank 0 with tag 0 at .*timeout 0.05"
+    ):
+        comm.dup().probe(0, timeout=0.05)
+
+
+def _poll(comm: Communicator, source: int) -> None:
+    while comm.iprobe(source) is None:
+        time.sleep(1e-3)
