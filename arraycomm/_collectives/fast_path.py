@@ -77,11 +77,8 @@ class FastAllreduce(FastPath):
     ) -> None:
         group, control = runner.group, runner.group.control
         dtype, shape = source.dtype, source.shape
-        self._runner, self._group, self._control = runner, group, control
-        self._engine, self._turn = group.engine, group.engine.turn
-        self._watchdog = group.watchdog
-        self._dtype, self._shape = dtype, shape
-        self._op = op
+        self._runner, self._group, self._engine = runner, group, group.engine
+        self._dtype, self._shape, self._op = dtype, shape, op
         self._signature = Signature("allreduce", op + note, None, dtype, shape)
         self._nbytes = source.array.nbytes
         self.exchange = compiled.Exchange(
@@ -104,19 +101,20 @@ class FastAllreduce(FastPath):
 
     def await_others(self) -> None:
         """Wait until every rank has posted this step, where the native part has stopped."""
-        self._control.go_on()
-        self._watchdog.current = _CURRENT
-        self._engine.wait_for(self._control.done, handle=self._control)
+        control = self._group.control
+        control.go_on()
+        self._group.watchdog.current = _CURRENT
+        self._engine.wait_for(control.done, handle=control)
 
     def give_up(self, error: BaseException) -> None:
         """End the group: other ranks may have gone on, and no later call would fit theirs."""
         self._group.close(error)
         if isinstance(error, TransportError):
-            self._watchdog.explain_failure(error)
+            self._group.watchdog.explain_failure(error)
 
     def settle(self, x: Array, out: Array) -> None:
         """Raise on every rank if calls differ; go on if arrays are on devices elsewhere."""
-        agreeing = agree(self._control, self._signature)
+        agreeing = agree(self._group.control, self._signature)
         out[...] = self._runner.settle(agreeing, Allreduce, x, self._op, None)
 
 
@@ -208,7 +206,7 @@ class LargeAllreduce(FastAllreduce):
 
     def _reduce(self, x: Array, out: Array) -> bool:
         """Reduce, unless another call is under way; return whether that was done."""
-        if not self._turn.acquire(False):
+        if not self._engine.turn.acquire(False):
             return False
         try:
             # Arrays that ranks share go another way if they lie at the same place.
@@ -219,7 +217,7 @@ class LargeAllreduce(FastAllreduce):
             except MemoryError:
                 return False
             started = perf_counter()
-            self._watchdog.current = _CURRENT
+            self._group.watchdog.current = _CURRENT
             if self.exchange.meet():
                 source, target = x.reshape(-1), out.reshape(-1)
                 moving = allreduce(self._link, source, target, self._op)
@@ -230,7 +228,7 @@ class LargeAllreduce(FastAllreduce):
             self._seconds += perf_counter() - started
             return True
         finally:
-            self._turn.release()
+            self._engine.turn.release()
 
     def count(self) -> Count:
         return Count("allreduce", self._calls, self._calls * self._nbytes, self._seconds)

@@ -13,6 +13,7 @@ from arraycomm._calls.operation import ArrayOperation
 from arraycomm._protocol.agreement import Agreement
 from arraycomm._reduce import algorithms
 from arraycomm._reduce.blocks import bounds_of
+from arraycomm._reduce.chunks import slices
 from arraycomm._transports.base import Steps
 
 
@@ -23,7 +24,7 @@ def reduce(
     group, flat, link = call.group, call.flat, call.placement.link
     folding = Folding(group, call.name, op, call.source)
     if op.elementwise and call.payload is None:
-        bounds = [flat.size * rank // group.size for rank in range(group.size + 1)]
+        bounds = slices(flat.size, group.size)
         rows = yield from _rows_of_slice(call, bounds)
         part = np.empty(bounds[group.rank + 1] - bounds[group.rank], flat.dtype)
         yield from folding.together(lambda: folding.fold(rows, part.shape, part))
@@ -95,7 +96,7 @@ def _rows_on(call: ArrayOperation, folding: Folding, agreement: Agreement, rank:
     into = yield from folding.together(
         (lambda: np.empty(flat.size * group.size, flat.dtype)) if group.rank == rank else None
     )
-    bounds = [flat.size * r for r in range(group.size + 1)]
+    bounds = bounds_of([flat.size] * group.size)
     yield from algorithms.gatherv(call.placement.link, flat, into, bounds, rank)
     return None if into is None else list(into.reshape(group.size, -1))
 
@@ -106,7 +107,6 @@ def _rows_of_slice(call: ArrayOperation, bounds: Sequence[int]) -> Steps:
     lengths = [end - start for start, end in pairwise(bounds)]
     count = lengths[group.rank]
     into = np.empty(count * group.size, flat.dtype)
-    ends = [count * r for r in range(group.size + 1)]
-    link = call.placement.link
+    link, ends = call.placement.link, bounds_of([count] * group.size)
     yield from algorithms.alltoallv(link, flat, bounds, into, ends, max(lengths))
     return list(into.reshape(group.size, count))

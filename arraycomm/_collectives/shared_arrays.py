@@ -12,8 +12,6 @@ import ctypes
 import math
 import mmap
 import operator
-import os
-from functools import cache
 from typing import Any, Final, NamedTuple
 from weakref import finalize
 
@@ -29,6 +27,7 @@ from arraycomm._dtypes import BY_NAME, DType, check_movable
 from arraycomm._entries import entries
 from arraycomm._native import compiled
 from arraycomm._protocol.agreement import Agreement
+from arraycomm._protocol.announced import node_bytes
 from arraycomm._protocol.header import Signature, digest
 from arraycomm._reduce.segment import share
 from arraycomm._transports.base import Bytes, Flat, Link, Steps, Transport
@@ -152,7 +151,7 @@ class Empty(Operation):
             self._like = _checked_like(like, self._dtype, on_host=on_host)
         self._array: Array | None = None
         self._length = math.prod(self._shape) * self._dtype.itemsize
-        if self._length > _node_bytes():
+        if self._length > node_bytes():
             raise MemoryError(
                 f"an array of shape {self._shape} is larger than the memory of the node"
             )
@@ -164,7 +163,7 @@ class Empty(Operation):
         if transport.size == 1 or self._length <= max(self.group.inline_bytes, 0):
             return
         nbytes = transport.size * (-(-self._length // page) * page)
-        memory, native = yield from share(transport, nbytes if nbytes <= _node_bytes() else 0)
+        memory, native = yield from share(transport, nbytes if nbytes <= node_bytes() else 0)
         if memory is None:
             return
         transport.shares_arrays = True
@@ -265,8 +264,3 @@ def _checked_like(like: Any, dtype: DType, *, on_host: bool) -> BufferView:
     # Raises if the framework lacks the dtype.
     to_framework(allocate((0,), dtype), found)
     return found
-
-
-@cache
-def _node_bytes() -> int:
-    return os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE

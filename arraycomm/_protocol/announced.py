@@ -7,6 +7,7 @@ import os
 import pickle
 import sys
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, Final
 
 from arraycomm._errors import TransportError
@@ -30,7 +31,7 @@ def check_size(rank: int, shape: Sequence[int], itemsize: int = 1) -> None:
     if any(length < 0 for length in shape):
         raise malformed(rank, f"the shape {tuple(shape)}")
     nbytes = math.prod(shape) * itemsize
-    if nbytes > _memory():
+    if nbytes > node_bytes():
         raise malformed(rank, f"{nbytes} bytes, more than the memory of this machine")
     # NumPy multiplies the other lengths also if one is 0.
     if math.prod(filter(None, shape)) * itemsize > sys.maxsize:
@@ -60,6 +61,7 @@ def check_pickle(rank: int, data: Any, error: Exception) -> None:
         raise malformed(rank, f"an object that is no pickle ({error})") from None
 
 
-def _memory() -> int:
-    """Return the bytes of memory of this machine."""
+@cache
+def node_bytes() -> int:
+    """Return the bytes of memory of this node."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

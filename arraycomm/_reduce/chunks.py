@@ -38,12 +38,6 @@ def step(link: Link, array: Flat, rows: int = 1) -> int:
     return max(nbytes // (itemsize * rows), link.size // rows)
 
 
-def overlapping_step(link: Link, array: Flat, nbytes: int) -> int:
-    """Return the elements of a chunk of a reduction with overlapping movements, `nbytes` in all."""
-    chunk = overlapping_chunk(nbytes, link.size)
-    return max(chunk // int(array.itemsize), link.size)
-
-
 def cut(count: int, step: int) -> list[range]:
     """Cut so many elements into chunks."""
     return [range(start, min(start + step, count)) for start in range(0, count, step)]
@@ -74,7 +68,8 @@ class Cut(NamedTuple):
 def cuts_of(link: Link, source: Flat, nbytes: int | None = None) -> list[Cut]:
     """Return the chunks of an array cut in slices; `nbytes` are those of all arrays, if several."""
     if link.overlaps:
-        longest = overlapping_step(link, source, source.nbytes if nbytes is None else nbytes)
+        chunk = overlapping_chunk(source.nbytes if nbytes is None else nbytes, link.size)
+        longest = max(chunk // int(source.itemsize), link.size)
     else:
         longest = step(link, source)
     return _cuts(len(source), longest, link.size, link.rank, source.itemsize)

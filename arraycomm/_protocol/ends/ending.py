@@ -37,14 +37,9 @@ def wait_for_ends(
     waited for only so long, since they may wait for it outside the library; those that have handled
     it have longer.
 
-    Parameters
-    ----------
-    groups, watched : list of Group
-        All groups of this rank, and those whose ranks make up its families.
-    failure : str
-        The traceback that ends this rank, or an empty string.
-    on_failure : callable
-        Called once another rank is seen to have failed.
+    `groups` are all of this rank, and `watched` those whose ranks make up its families. `failure`
+    is the traceback that ends this rank, or empty. `on_failure` is called once another rank is seen
+    to have failed.
     """
     ends = [_Ends(group, failure) for group in groups]
     lines = [StillWaiting(end.group.control) for end in ends]
