@@ -8,6 +8,7 @@ from typing import Any, Final, Self, overload
 
 import numpy as np
 
+from arraycomm._arrays.typing import ArrayT, DTypeT, NewShape, ReceivedT, Rows, T
 from arraycomm._calls.custom_ops import Op
 from arraycomm._calls.runner import Runner
 from arraycomm._callsite import trim
@@ -32,7 +33,6 @@ from arraycomm._protocol.group import Group
 from arraycomm._trace.trace import Traceable
 from arraycomm._trees.fusion import TreeMemory
 from arraycomm._trees.plan import MakePlan, Plan
-from arraycomm._typing import ArrayT, DTypeT, NewShape, ReceivedT, Rows, T
 
 
 # What calls the runner costs nothing more: it trims errors itself.

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from arraycomm._arrays.typing import TreeT
 from arraycomm._communicator import Communicator, runner_of, trees_of
 from arraycomm._entries import entry
 from arraycomm._session import world
 from arraycomm._trees.reduce import DEFAULT_BUCKET_BYTES, AllreduceGradients, AllreduceTree
 from arraycomm._trees.synchronize import Synchronize
-from arraycomm._typing import TreeT
 
 
 @entry

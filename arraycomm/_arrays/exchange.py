@@ -10,10 +10,10 @@ import numpy as np
 from arraycomm._arrays.buffer import CPU, Array, BufferView, Device, allocate
 from arraycomm._arrays.frameworks import BY_NAME
 from arraycomm._arrays.results import to_framework
+from arraycomm._arrays.typing import ArrayT
 from arraycomm._arrays.views import NOTHING, result_prototype, view
 from arraycomm._entries import entry
 from arraycomm._errors import naming
-from arraycomm._typing import ArrayT
 
 _MODULES: Final = {row.name: row.module for row in BY_NAME.values() if row.module is not None}
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, Generic, NoReturn, Protocol, Self
 
+from arraycomm._arrays.typing import T, T_co
 from arraycomm._entries import entry, opaque
 from arraycomm._errors import CommTimeoutError
 from arraycomm._protocol.engine import NotFinishedError
 from arraycomm._protocol.group import Group
 from arraycomm._protocol.task import Task
 from arraycomm._transports.base import Steps
-from arraycomm._typing import T, T_co
 
 # What a thread does that takes a result, so that it can use it.
 Follow = Callable[[], None]

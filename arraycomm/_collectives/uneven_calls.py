@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal, overload
 
+from arraycomm._arrays.typing import ArrayT, ReceivedT
 from arraycomm._calls.requests import ProcessBound
 from arraycomm._calls.runner import Runner
 from arraycomm._collectives.uneven import Allgatherv, Alltoallv, Gatherv, Scatterv
 from arraycomm._entries import entries
-from arraycomm._typing import ArrayT, ReceivedT
 
 
 # The runner trims errors itself.

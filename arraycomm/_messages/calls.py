@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from arraycomm._arrays.typing import ReceivedT
 from arraycomm._calls.requests import ProcessBound, Request
 from arraycomm._entries import entries
 from arraycomm._messages.matching import Status, Wildcard
 from arraycomm._messages.messages import Messenger, Pickled
-from arraycomm._typing import ReceivedT
 
 
 @entries()

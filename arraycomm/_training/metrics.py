@@ -11,6 +11,7 @@ import numpy as np
 from arraycomm._arrays.buffer import Array, BufferView
 from arraycomm._arrays.frameworks import BY_NAME as FRAMEWORKS
 from arraycomm._arrays.results import to_framework
+from arraycomm._arrays.typing import T, TreeT
 from arraycomm._calls.operation import Context, Operation
 from arraycomm._communicator import Communicator, runner_of, trees_of
 from arraycomm._dtypes import DType, Kind, kind_of
@@ -26,7 +27,6 @@ from arraycomm._trees.fusion import Fusion, TreeMemory
 from arraycomm._trees.leaves import NONE, Leaves, spec_of
 from arraycomm._trees.pytrees import flatten
 from arraycomm._trees.reduce import DEFAULT_BUCKET_BYTES
-from arraycomm._typing import T, TreeT
 
 _SUMS: Final = np.dtype(np.float64)
 _COMPLEX_SUMS: Final = np.dtype(np.complex128)

@@ -6,6 +6,7 @@ import importlib
 from types import ModuleType
 from typing import Any, Final, NamedTuple
 
+from arraycomm._arrays.typing import T
 from arraycomm._calls.operation import Context
 from arraycomm._collectives.groups import Dup, dup, hide
 from arraycomm._communicator import Communicator, runner_of
@@ -20,7 +21,6 @@ from arraycomm._training.gradients import Gradients
 from arraycomm._training.join import PrivateGuard
 from arraycomm._training.shards import Shards
 from arraycomm._trees.reduce import DEFAULT_BUCKET_BYTES
-from arraycomm._typing import T
 
 _ADAPTERS: Final = {
     "torch": "arraycomm.adapters.torch",

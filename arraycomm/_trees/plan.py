@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import zip_longest
 from typing import Any
 
+from arraycomm._arrays.typing import TreeT
 from arraycomm._calls.operation import Context, Operation
 from arraycomm._calls.requests import ProcessBound
 from arraycomm._calls.runner import Runner
@@ -22,7 +23,6 @@ from arraycomm._trees.layout import Spec
 from arraycomm._trees.leaves import NONE, Leaves, Parts
 from arraycomm._trees.pytrees import Flat, flatten
 from arraycomm._trees.reduce import DEFAULT_BUCKET_BYTES, reduce_on_device, results
-from arraycomm._typing import TreeT
 
 
 class Plan(ProcessBound):

@@ -28,10 +28,14 @@ DATA: Final = (
         "item seen twice after resume: "
         "a batch counts as consumed when the loop asks for the next one",
         _DATA,
-        "            self._taken = min(first + n, rounds)\n"
-        "            yield Batch(items, self._weights[first : self._taken].copy())",
-        "            taken = min(first + n, rounds)\n"
-        "            yield Batch(items, self._weights[first:taken].copy())\n"
+        "            self._taken = min(start + n, self._share.rounds)\n"
+        "            weights = self._weights[start : self._taken]\n"
+        "            missing = n - len(weights) if pad else 0\n"
+        "            yield Batch(items, np.pad(weights, (0, missing)) if missing else weights.copy())",
+        "            taken = min(start + n, self._share.rounds)\n"
+        "            weights = self._weights[start:taken]\n"
+        "            missing = n - len(weights) if pad else 0\n"
+        "            yield Batch(items, np.pad(weights, (0, missing)) if missing else weights.copy())\n"
         "            self._taken = taken",
         _RESUMED,
     ),

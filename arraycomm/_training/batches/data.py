@@ -14,6 +14,7 @@ from typing import Any, Final, Generic, NamedTuple, overload
 import numpy as np
 from numpy.typing import NDArray
 
+from arraycomm._arrays.typing import DataT
 from arraycomm._calls.operation import Context
 from arraycomm._collectives.groups import SmallExchange
 from arraycomm._communicator import Communicator, runner_of
@@ -22,7 +23,6 @@ from arraycomm._protocol.agreement import Agreement
 from arraycomm._session import world
 from arraycomm._training.batches.items import Items, items_of
 from arraycomm._training.batches.order import MODES, Part, part_of
-from arraycomm._typing import DataT
 
 _NAME: Final = "DistributedDataContainer"
 _MAX_EPOCH: Final = (1 << 63) - 1

@@ -12,8 +12,8 @@ from typing import Any, Final
 import numpy as np
 
 from arraycomm._calls.operation import Context, Operation
-from arraycomm._callsite import call_site
 from arraycomm._calls.pickles import dumps
+from arraycomm._callsite import call_site
 from arraycomm._communicator import Communicator, runner_of
 from arraycomm._errors import MismatchError
 from arraycomm._protocol.agreement import Agreement, UndeliveredError

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final
 
+from arraycomm._arrays.typing import T
 from arraycomm._transports.threads import make_group
-from arraycomm._typing import T
 from arraycomm.testing._failures import first_failure
 from arraycomm.testing._internals import communicator_over
 from arraycomm.testing._ranks.schedule import Schedule
