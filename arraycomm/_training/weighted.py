@@ -173,7 +173,10 @@ class WeightedGradients(Operation):
 
     def result(self, agreement: Agreement) -> Any:
         likes = prototypes(self._leaves.views)
-        return self._leaves.rebuild(list(map(_result, self._reduced, likes)))
+        pairs = zip(self._reduced, likes, strict=True)
+        return self._leaves.rebuild(
+            [None if array is None else to_framework(array, like) for array, like in pairs]
+        )
 
 
 class HandOver(WeightedGradients):
@@ -278,7 +281,3 @@ def divided(sums: Array, total: float | None, dtype: DType) -> Array:
             divide(sums, total)
         result[...] = sums
     return result
-
-
-def _result(array: Array | None, like: BufferView) -> Any:
-    return None if array is None else to_framework(array, like)

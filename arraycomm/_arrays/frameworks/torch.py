@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from typing import Any, Final
@@ -130,19 +129,7 @@ def without_history(x: Any, name: str) -> Any:
 
 def _wrapped(x: Any) -> bool:
     """Return whether `x` lives inside a transform of torch.func."""
-    return bool(_is_wrapped()(x))
-
-
-@cache
-def _is_wrapped() -> Callable[[Any], bool]:
-    transforms: Any = sys.modules["torch"]._C._functorch
-    is_wrapped: Callable[[Any], bool] = transforms.is_functorch_wrapped_tensor
-    return is_wrapped
-
-
-@cache
-def _forward_ad() -> Any:
-    return sys.modules["torch"].autograd.forward_ad
+    return bool(sys.modules["torch"]._C._functorch.is_functorch_wrapped_tensor(x))
 
 
 def _check_tangent(x: Any, name: str) -> None:
@@ -152,7 +139,7 @@ def _check_tangent(x: Any, name: str) -> None:
 
 def _has_tangent(x: Any) -> bool:
     """Return whether `x` is a dual tensor of forward-mode differentiation."""
-    forward_ad = _forward_ad()
+    forward_ad = sys.modules["torch"].autograd.forward_ad
     # Outside of every `dual_level` there are none; asking so takes a quarter of the time.
     if getattr(forward_ad, "_current_level", 0) < 0:
         return False

@@ -115,14 +115,9 @@ def find_difference(
     shown = yield from exchange_details(control, _Items(site, tuple(items)))
     having = [rank for rank, each in enumerate(shown) if each.items]
     lists = [shown[rank].items for rank in having]
-    names = [item.name for item in lists[0]]
     rows = [{item.name: item for item in each} for each in lists]
-    names += [item.name for each in lists[1:] for item in each if item.name not in rows[0]]
-    differing = [
-        name
-        for name in dict.fromkeys(names)
-        if len({name in row and row[name][1:] for row in rows}) > 1
-    ]
+    names = dict.fromkeys(item.name for each in lists for item in each)
+    differing = [name for name in names if len({name in row and row[name][1:] for row in rows}) > 1]
     first = next(iter(differing), "the order of what is compared")
     texts = [_said(row.get(first)) for row in rows]
     if not differing:
@@ -137,7 +132,7 @@ def find_difference(
         lines[rank] = f"{text}, at {shown[rank].site}"
     said = by_ranks([line or f"not compared, at {shown[r].site}" for r, line in enumerate(lines)])
     is_array = _is_array(rows, first)
-    alike = [name for name in dict.fromkeys(names) if _is_array(rows, name) is is_array]
+    alike = [name for name in names if _is_array(rows, name) is is_array]
     count = len(set(alike) & set(differing))
     reordered = _are_reordered(lists)
     return Difference(first, said, is_array, same_kind, count, len(alike), reordered)
