@@ -25,9 +25,9 @@ EXTRAS = (
     "testing thinc torch"
 )
 PUBLIC = """
-    ANY_SOURCE ANY_TAG ArrayCommError BackendUnavailableError CommTimeoutError Communicator
+    ANY_SOURCE ANY_TAG PROC_NULL ArrayCommError BackendUnavailableError CommTimeoutError Communicator
     CommunicatorClosedError Compression ConcurrentUseError DeadlockError DistributedDataContainer
-    DistributedOptimizer ErrorFeedback Grid Join MismatchError NotInitializedError PROC_NULL
+    DistributedOptimizer ErrorFeedback Grid Join MismatchError NotInitializedError
     PeerError Plan Request Status TransportError allreduce_gradients allreduce_tree borrow exchange explain finalize init
     is_initialized join mean_metrics op println raise_on_difference raise_on_nan raise_together
     synchronize waitall world

@@ -41,8 +41,15 @@ CALLS: dict[str, Call] = {
     "empty": lambda c, t: c.empty(3, float, timeout=t),
     "send": lambda c, t: c.send(np.ones(30_000), 1 - c.rank, timeout=t),
     "recv": lambda c, t: c.recv(1 - c.rank, timeout=t),
+    "send_object": lambda c, t: c.send_object(b"x" * 300_000, 1 - c.rank, timeout=t),
+    "recv_object": lambda c, t: c.recv_object(1 - c.rank, timeout=t),
+    "probe": lambda c, t: (c.probe(1 - c.rank, timeout=t), c.recv(1 - c.rank)),
+    "maxloc": lambda c, t: c.maxloc(1.0, timeout=t),
+    "minloc": lambda c, t: c.minloc(1.0, timeout=t),
     "sendrecv": lambda c, t: c.sendrecv(1.0, 1 - c.rank, 1 - c.rank, timeout=t),
 }
+OTHERS = {"send": "recv", "recv": "send", "probe": "send"}
+OTHERS |= {"send_object": "recv_object", "recv_object": "send_object"}
 TREES: dict[str, Call] = {
     "synchronize": lambda c, t: ac.synchronize([1.0], comm=c, timeout=t),
     "allreduce_tree": lambda c, t: ac.allreduce_tree([1.0], comm=c, timeout=t),
@@ -78,7 +85,7 @@ def test_call_waits_as_long_as_its_own_timeout_says(name) -> None:
         if comm.rank == 1:
             time.sleep(0.15)
         # One rank sends, the other receives.
-        other = {"recv": "send", "send": "recv"}.get(name, name)
+        other = OTHERS.get(name, name)
         (CALLS | TREES)[name if comm.rank == 0 else other](second, math.inf)
         return waited
 
