@@ -89,18 +89,22 @@ static bool overlap(const Py_buffer *one, const Py_buffer *other)
     return a < b + (uintptr_t)other->len && b < a + (uintptr_t)one->len;
 }
 
-/* Rows come first, and then what is written. */
-static int check_rows(const Buffers *buffers, Py_ssize_t rows, size_t itemsize)
+/* Rows come first, then `outs` arrays that are written, and then what else is read; an element of each has so many bytes. */
+static int check_rows(const Buffers *buffers, Py_ssize_t rows, Py_ssize_t outs, size_t row_size, size_t out_size, size_t other_size)
 {
-    const Py_ssize_t length = buffers->all[0].len;
+    const Py_buffer *const all = buffers->all;
+    const size_t count = (size_t)all[0].len / row_size;
     for (Py_ssize_t place = 0; place < buffers->count; ++place) {
-        if (buffers->all[place].len != length || (size_t)length % itemsize) {
-            PyErr_SetString(PyExc_ValueError, "rows and results must have the same elements");
+        const size_t size = place < rows ? row_size : place < rows + outs ? out_size : other_size;
+        if ((size_t)all[place].len != count * size) {
+            PyErr_SetString(PyExc_ValueError, "rows, totals and results must have the same elements");
             return -1;
         }
-        for (Py_ssize_t row = 0; place >= rows && row < rows; ++row) {
-            if (length && overlap(&buffers->all[place], &buffers->all[row])) {
-                PyErr_SetString(PyExc_ValueError, "a result must not overlap a row");
+    }
+    for (Py_ssize_t out = rows; count && out < rows + outs; ++out) {
+        for (Py_ssize_t read = 0; read < buffers->count; ++read) {
+            if ((read < rows || read >= rows + outs) && overlap(&all[out], &all[read])) {
+                PyErr_SetString(PyExc_ValueError, "a result must not overlap a row or a total");
                 return -1;
             }
         }
@@ -140,21 +144,24 @@ static int fold_number(PyObject *object)
     return -1;
 }
 
-static PyObject *reduce_rows(PyObject *const *args, Py_ssize_t nargs, bool every)
+/* Fold rows, a sequence or one array, into one result, or into as many results as rows; onto a total unless it is None. */
+static PyObject *reduce_rows(int fold, PyObject *arrays, PyObject *outs, bool every, PyObject *total, int before, bool more)
 {
-    if (nargs != 3) return PyErr_Format(PyExc_TypeError, "takes a fold, rows, and what is written");
-    const int fold = fold_number(args[0]);
-    const Py_ssize_t rows = fold < 0 ? -1 : PySequence_Size(args[1]);
+    const Py_ssize_t rows = fold < 0 ? -1 : PySequence_Size(arrays);
     if (rows < 0) return NULL;
-    if (rows == 0 || (every && PySequence_Size(args[2]) != rows))
+    if (rows == 0 || before < 0 || (every && PySequence_Size(outs) != rows))
         return PyErr_Format(PyExc_ValueError, "there must be a row, and as many results as rows");
+    const size_t itemsize = fold_itemsize(fold), total_size = fold_total_size(fold);
+    const bool begins = total == Py_None;
     Buffers buffers;
     PyObject *result = NULL;
-    if (make_room(&buffers, every ? 2 * rows : rows + 1)) return NULL;
-    if (PyObject_CheckBuffer(args[1]) ? take_rows(&buffers, args[1]) : take_all(&buffers, args[1], rows, PyBUF_SIMPLE)) goto end;
-    if (every ? take_all(&buffers, args[2], rows, PyBUF_WRITABLE) : take(&buffers, args[2], PyBUF_WRITABLE)) goto end;
-    if (check_rows(&buffers, rows, fold_itemsize(fold)) || run(&buffers, fold, (Earlier){0}, rows, every)) goto end;
-    result = Py_NewRef(Py_None);
+    if (make_room(&buffers, every ? 2 * rows : rows + 2)) return NULL;
+    if (PyObject_CheckBuffer(arrays) ? take_rows(&buffers, arrays) : take_all(&buffers, arrays, rows, PyBUF_SIMPLE)) goto end;
+    if (every ? take_all(&buffers, outs, rows, PyBUF_WRITABLE) : take(&buffers, outs, PyBUF_WRITABLE)) goto end;
+    if (!begins && take(&buffers, total, PyBUF_SIMPLE)) goto end;
+    if (check_rows(&buffers, rows, every ? rows : 1, itemsize, more ? total_size : itemsize, total_size)) goto end;
+    const Earlier earlier = {begins ? NULL : buffers.all[rows + 1].buf, before, more};
+    if (run(&buffers, fold, earlier, rows, every) == 0) result = Py_NewRef(Py_None);
 end:
     release(&buffers);
     return result;
@@ -163,53 +170,24 @@ end:
 static PyObject *py_fold(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     (void)module;
-    return reduce_rows(args, nargs, false);
+    if (nargs != 3) return PyErr_Format(PyExc_TypeError, "takes a fold, rows, and what is written");
+    return reduce_rows(fold_number(args[0]), args[1], args[2], false, Py_None, 0, false);
 }
 
 static PyObject *py_prefixes(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
 {
     (void)module;
-    return reduce_rows(args, nargs, true);
-}
-
-/* Rows come first, then what is written, and then the total before them if there is one. */
-static int check_fold_on(const Buffers *buffers, Py_ssize_t rows, bool more, int fold)
-{
-    const size_t count = (size_t)buffers->all[0].len / fold_itemsize(fold);
-    const Py_buffer *const out = &buffers->all[rows];
-    bool fit = (size_t)buffers->all[0].len == count * fold_itemsize(fold);
-    fit = fit && (size_t)out->len == count * (more ? fold_total_size(fold) : fold_itemsize(fold));
-    for (Py_ssize_t place = 0; fit && place < buffers->count; ++place) {
-        const Py_buffer *const read = &buffers->all[place];
-        if (read == out) continue;
-        fit = (size_t)read->len == count * (place < rows ? fold_itemsize(fold) : fold_total_size(fold));
-        fit = fit && !(count && overlap(read, out));
-    }
-    if (!fit) PyErr_SetString(PyExc_ValueError, "rows and totals must have the same elements, and out its own memory");
-    return fit ? 0 : -1;
+    if (nargs != 3) return PyErr_Format(PyExc_TypeError, "takes a fold, rows, and what is written");
+    return reduce_rows(fold_number(args[0]), args[1], args[2], true, Py_None, 0, false);
 }
 
 static PyObject *py_fold_on(PyObject *module, PyObject *args)
 {
-    PyObject *total, *arrays, *out, *result = NULL;
-    int number, before, more;
+    PyObject *number, *total, *arrays, *out;
+    int before, more;
     (void)module;
-    if (!PyArg_ParseTuple(args, "iOiOOp", &number, &total, &before, &arrays, &out, &more)) return NULL;
-    const Py_ssize_t rows = PySequence_Size(arrays);
-    const bool begins = total == Py_None;
-    if (rows < 0) return NULL;
-    if (number < 0 || number >= DTYPES * OPS || rows == 0 || before < 0)
-        return PyErr_Format(PyExc_ValueError, "there is no such fold, or no row");
-    Buffers buffers;
-    if (make_room(&buffers, rows + 2)) return NULL;
-    if (PyObject_CheckBuffer(arrays) ? take_rows(&buffers, arrays) : take_all(&buffers, arrays, rows, PyBUF_SIMPLE)) goto end;
-    if (take(&buffers, out, PyBUF_WRITABLE) || (!begins && take(&buffers, total, PyBUF_SIMPLE))) goto end;
-    if (check_fold_on(&buffers, rows, more, number)) goto end;
-    const Earlier earlier = {begins ? NULL : buffers.all[rows + 1].buf, before, more};
-    if (run(&buffers, number, earlier, rows, false) == 0) result = Py_NewRef(Py_None);
-end:
-    release(&buffers);
-    return result;
+    if (!PyArg_ParseTuple(args, "OOiOOp", &number, &total, &before, &arrays, &out, &more)) return NULL;
+    return reduce_rows(fold_number(number), arrays, out, false, total, before, more);
 }
 
 static PyObject *py_copy(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
@@ -220,7 +198,7 @@ static PyObject *py_copy(PyObject *module, PyObject *const *args, Py_ssize_t nar
     if (nargs != 2) return PyErr_Format(PyExc_TypeError, "copy takes out and x");
     if (make_room(&buffers, 2)) return NULL;
     if (take(&buffers, args[1], PyBUF_SIMPLE) || take(&buffers, args[0], PyBUF_WRITABLE)) goto end;
-    if (check_rows(&buffers, 1, 1)) goto end;
+    if (check_rows(&buffers, 1, 1, 1, 1, 1)) goto end;
     Py_BEGIN_ALLOW_THREADS
     stream_copy(buffers.all[1].buf, buffers.all[0].buf, (size_t)buffers.all[0].len);
     end_stream();

@@ -59,7 +59,7 @@ class _Ranks:
         """Let all ranks of the step ask for all others, and look for a while."""
         for rank in self.waiting:
             if self.steps[rank] == STEP:
-                self.ranks[rank].ask(self.missing(rank))
+                self.ranks[rank].ask_wait_status(self.missing(rank))
         for _ in range(round(seconds / 0.05)):
             self.now += 0.05
             sent, self.sent = self.sent, []
@@ -135,7 +135,7 @@ def test_a_later_wait_is_told_anew(ranks: _Ranks) -> None:
     for rank in range(SIZE):
         ranks.steps[rank] += 3
     for rank in ranks.waiting:
-        ranks.ranks[rank].ask([r for r in range(SIZE) if r != rank])
+        ranks.ranks[rank].ask_wait_status([r for r in range(SIZE) if r != rank])
     ranks.ask_and_look(0.5)
     for rank in ranks.waiting:
         later = [r for r in range(SIZE) if ranks.ranks[rank].step(r) == STEP + 3]
@@ -143,5 +143,5 @@ def test_a_later_wait_is_told_anew(ranks: _Ranks) -> None:
 
 
 def test_ranks_are_asked_directly_if_they_are_few(ranks: _Ranks) -> None:
-    ranks.ranks[3].ask([1, 2])
+    ranks.ranks[3].ask_wait_status([1, 2])
     assert [(to, kind) for _, to, kind, *_ in ranks.sent] == [(1, ASKING), (2, ASKING)]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Final
 
@@ -17,7 +17,7 @@ from mpi4py import MPI
 from arraycomm._errors import TransportError
 from arraycomm._transports.mpi.failures import translated
 from arraycomm._transports.mpi.wait_replies import ASKING, COLLECTING, WaitReplies
-from arraycomm._transports.notes import FAILED, GAVE_UP, WELL, ExitNotice, Notes
+from arraycomm._transports.notes import FAILED, GAVE_UP, WELL, ExitNotice
 
 # Larger than the tags of users' messages and of their further pieces.
 TAG: Final = 1 << 21
@@ -28,7 +28,7 @@ _MOST: Final = 3_000
 _EXITING: Final = 0
 
 
-class MpiNotes(Notes):
+class MpiNotes(WaitReplies):
     """The notes of one rank; `posted` returns the last step that it has posted."""
 
     def __init__(self, comm: MPI.Intracomm, posted: Callable[[], int]) -> None:
@@ -39,11 +39,7 @@ class MpiNotes(Notes):
         self._sent: list[tuple[MPI.Request, bytes]] = []
         self._own: ExitNotice | None = None
         self._notices: dict[int, ExitNotice] = {}
-        self._replies = WaitReplies(comm.rank, comm.size, posted, self._send)
-
-    def step(self, rank: int) -> int:
-        """Return the last step that a rank is known to have posted."""
-        return self._replies.step(rank)
+        super().__init__(comm.rank, comm.size, posted, self._post)
 
     def announce_exit(self, state: int, completed: int, text: str) -> None:
         if self._own and state in (FAILED, GAVE_UP):
@@ -56,20 +52,11 @@ class MpiNotes(Notes):
             for peer in self._peers:
                 # A rank that has died needs no notice.
                 with suppress(TransportError):
-                    self._send(peer, _EXITING, completed, first.text, state)
+                    self._post(peer, _EXITING, completed, first.text, state)
 
     def exit_notices(self) -> dict[int, ExitNotice]:
         self.answer_requests()
         return self._notices
-
-    def report_wait(self, status: str) -> None:
-        self._replies.status = status
-
-    def ask_wait_status(self, ranks: Sequence[int]) -> None:
-        self._replies.ask(ranks)
-
-    def wait_status(self, rank: int) -> str:
-        return self._replies.wait_status(rank)
 
     def answer_requests(self) -> None:
         try:
@@ -77,7 +64,7 @@ class MpiNotes(Notes):
                 data = np.empty(status.Get_count(MPI.BYTE), np.uint8)
                 message.Recv([data, MPI.BYTE])
                 self._read(status.Get_source(), data.tobytes())
-            self._replies.go_on()
+            self.go_on()
         except MPI.Exception as error:
             raise translated(error) from error
 
@@ -93,11 +80,11 @@ class MpiNotes(Notes):
             self._notices[source] = first._replace(state=state)
             return
         if kind in (ASKING, COLLECTING) and (own := self._own) is not None:
-            self._send(source, _EXITING, own.step, own.text, own.state)
+            self._post(source, _EXITING, own.step, own.text, own.state)
         else:
-            self._replies.receive(source, kind, step, text)
+            self.receive(source, kind, step, text)
 
-    def _send(self, peer: int, kind: int, step: int, text: str, state: int = 0) -> None:
+    def _post(self, peer: int, kind: int, step: int, text: str, state: int = 0) -> None:
         data = text.encode(errors="replace")[-_MOST:]
         message = _MESSAGE.pack(self._number, kind, step, state, len(data)) + data
         try:

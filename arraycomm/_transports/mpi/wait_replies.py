@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from time import monotonic
 from typing import Final
 
+from arraycomm._transports.notes import Notes
+
 # Kinds of control messages.
 ASKING, WAITING, COLLECTING, TELLING = range(1, 5)
 # So many ranks are asked without a collector.
@@ -32,7 +34,7 @@ _PLACES: Final = 32
 Send = Callable[[int, int, int, str], None]
 
 
-class WaitReplies:
+class WaitReplies(Notes):
     """What other ranks have told one rank; `posted` returns the last step that it has posted."""
 
     def __init__(self, rank: int, size: int, posted: Callable[[], int], send: Send) -> None:
@@ -55,11 +57,12 @@ class WaitReplies:
         return self._known.get(rank, (0, ""))[0]
 
     def wait_status(self, rank: int) -> str:
-        """Return the wait status of a rank, as far as it is known."""
         return self._known.get(rank, (0, ""))[1]
 
-    def ask(self, ranks: Sequence[int]) -> None:
-        """Ask where these ranks are."""
+    def report_wait(self, status: str) -> None:
+        self.status = status
+
+    def ask_wait_status(self, ranks: Sequence[int]) -> None:
         if len(ranks) <= _FEW:
             self._say(ASKING, ranks)
         elif self._rank in self._collectors:
