@@ -18,7 +18,7 @@ import arraycomm as ac
 from arraycomm import _launch
 from arraycomm._calls.pickles import loads
 from arraycomm._communicator import Communicator
-from arraycomm._protocol.announced import _memory
+from arraycomm._protocol.announced import node_bytes
 from arraycomm._protocol.details import Description
 from arraycomm.testing import run
 from tests.support import internals
@@ -139,7 +139,7 @@ _empty = np.empty
 def _bounded(shape: Any, dtype: Any = float, **keywords: Any) -> Any:
     """Refuse, in place of `numpy.empty`, more memory than this machine has."""
     nbytes = int(np.prod(shape, dtype=object)) * np.dtype(dtype).itemsize
-    assert nbytes <= _memory() + 128, f"{nbytes} bytes were taken"
+    assert nbytes <= node_bytes() + 128, f"{nbytes} bytes were taken"
     return _empty(shape, dtype, **keywords)
 
 
