@@ -7,7 +7,7 @@ from typing import Any, Final, overload
 
 import numpy as np
 
-from arraycomm._arrays.buffer import CPU, Array, BufferView, Device, allocate
+from arraycomm._arrays.buffer import CPU, BufferView, Device, allocate
 from arraycomm._arrays.frameworks import BY_NAME
 from arraycomm._arrays.results import to_framework
 from arraycomm._arrays.typing import ArrayT
@@ -129,9 +129,9 @@ def _through_host(source: BufferView, like: BufferView, copy: bool | None) -> An
         _refuse_copy(_reason_before(source) or _reason_after(like) or unfit)
     array = source.array
     private = source.copied and array.flags.writeable
-    taken = BY_NAME[like.framework].takes_over(array.dtype)
-    if taken and (unfit or (copy is True and not private)):
-        array = _duplicate(array)
+    if framework.takes_over(array.dtype) and (unfit or (copy is True and not private)):
+        array = allocate(array.shape, array.dtype)
+        np.copyto(array, source.array)
     result = to_framework(array, like)
     why_copied = framework.reason_copied(result, array)
     if copy is False and array.size:
@@ -162,12 +162,6 @@ def _reason_before(source: BufferView) -> str | None:
 
 def _reason_after(like: BufferView) -> str | None:
     return None if like.device == CPU else f"the result is on {like.device[0]}"
-
-
-def _duplicate(array: Array) -> Array:
-    fresh = allocate(array.shape, array.dtype)
-    np.copyto(fresh, array)
-    return fresh
 
 
 def _on_device(x: Any, framework: str, wanted: str, copy: bool | None) -> Any:
