@@ -109,6 +109,28 @@ def test_container_holds_every_item_exactly_once(count, size, settings, epoch) -
     assert got == expected
 
 
+@given(count=COUNTS, size=SIZES, settings=settings_of_containers(), n=st.integers(1, 40))
+def test_padded_batches_are_the_others_filled_up_with_items_of_no_weight(
+    count, size, settings, n
+) -> None:
+    def check(comm: ac.Communicator) -> None:
+        container = ac.DistributedDataContainer(np.arange(count), comm=comm, **settings)
+        plain = list(container.batches(n))
+        padded = container.batches(n, pad=True)
+        assert len(padded) == len(plain)
+        for number, (batch, other) in enumerate(zip(padded, plain, strict=True), 1):
+            own = len(other.items)
+            assert len(padded) == len(plain) - number
+            assert batch.items.shape == batch.weights.shape == (n,)
+            assert (batch.items[:own] == other.items).all()
+            assert batch.weights.tolist() == [*other.weights, *[0.0] * (n - own)]
+            # The rank's own items come first.
+            kept = set(other.items.tolist() or list(container)[:1] or range(count))
+            assert set(batch.items[own:].tolist()) <= kept
+
+    run(size, check)
+
+
 @given(
     count=COUNTS,
     settings=settings_of_containers(),

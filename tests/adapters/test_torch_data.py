@@ -91,6 +91,17 @@ def test_batches_are_the_containers_collated_and_as_many_on_every_rank(kind, une
         run(size, check, batch)
 
 
+@each_rank_of((1, 3))
+def test_filled_batches_have_one_shape(comm: ac.Communicator) -> None:
+    share = container(comm, [(torch.ones(2) * n, n) for n in range(7)])
+    loader, total = DataLoader(share, 2, pad=True), 0.0
+    for (x, n), weights in loader:
+        assert x.shape == (2, 2)
+        assert n.shape == weights.shape == (2,)
+        total += float((n * weights).sum())
+    assert comm.allreduce(total) == sum(range(7))
+
+
 @each_rank_of(2)
 def test_a_data_set_without_items_has_no_batches(comm: ac.Communicator) -> None:
     loader = DataLoader(container(comm, []), 2)

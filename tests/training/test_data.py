@@ -90,7 +90,7 @@ def test_batch_of_an_array_is_an_array_of_the_same_kind(rows, shape) -> None:
     data = rows(values)
     for container in containers(3, data, shuffle=True):
         order = [int(item) for item in container._index]
-        batches = list(container._pass(2, container._current))
+        batches = list(container._pass(2))
         assert [as_lists(b.items) for b in batches] == [
             values[order[i : i + 2]].tolist() for i in range(0, -(-7 // 3), 2)
         ]
@@ -102,7 +102,7 @@ def test_batch_of_an_array_is_an_array_of_the_same_kind(rows, shape) -> None:
 
 def test_batch_can_be_without_items(rows) -> None:
     for container in containers(4, rows(np.ones((1, 2), np.float32))):
-        [batch] = container._pass(5, container._current)
+        [batch] = container._pass(5)
         assert batch.items.shape == (1 if len(container) else 0, 2)
         assert batch.weights.shape == batch.items.shape[:1]
 
@@ -235,7 +235,7 @@ def test_only_own_items_are_read() -> None:
 
     read: list[int] = []
     container = containers(3, Files())[1]
-    [batch] = container._pass(9, container._current)
+    [batch] = container._pass(9)
     assert read == batch.items == [1, 4, 7]
     assert all(type(item) is int for item in read)
 
@@ -334,6 +334,22 @@ def test_load_gets_the_rest_of_a_resumed_epoch_with_an_empty_batch() -> None:
         return [batch.items for batch in batches]
 
     assert run(3, check) == [[[0], [1], [2]], [[0], [1], []], [[0], [1], []]]
+
+
+def test_load_gets_the_indices_of_filled_batches() -> None:
+    def check(comm: ac.Communicator, size: int) -> list[Any]:
+        container = DistributedDataContainer(range(size), comm=comm)
+        return [
+            batch.items for batch in container.batches(3, pad=True, load=lambda own: map(list, own))
+        ]
+
+    assert run(2, check, 5) == [[[0, 1, 2]], [[0, 1, 0]]]
+    with pytest.raises(ValueError, match="load cannot fill up the batches of rank 1, which has no"):
+        run(2, check, 1)
+    with pytest.raises(TypeError, match="batches: pad must be True or False; got 1"):
+        alone(range(5)).batches(2, pad=1)
+    with pytest.raises(ac.MismatchError, match=r"batches\(n=2, pad=False\).*pad=True"):
+        run(2, lambda comm: DistributedDataContainer([1], comm=comm).batches(2, pad=comm.rank == 1))
 
 
 def test_load_that_is_wrong() -> None:

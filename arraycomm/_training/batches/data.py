@@ -298,8 +298,7 @@ class DistributedDataContainer(Sequence[Any], Generic[DataT]):
         if used:
             self._begin(part)
         self._used = True
-        starts = range(self._taken, self._share.rounds, wanted)
-        return Pass(self._pass(wanted, starts, bool(pad), self._disturb(), load), len(starts))
+        return self._pass(wanted, pad, load)
 
     def num_batches(self, n: int) -> int:
         """Return the number of batches of `n` items in the epoch; local, the same on every rank.
@@ -499,7 +498,11 @@ class DistributedDataContainer(Sequence[Any], Generic[DataT]):
         self._current = object()
         return self._current
 
-    def _pass(
+    def _pass(self, n: int, pad: bool = False, load: Load | None = None) -> Pass[Any]:
+        starts = range(self._taken, self._share.rounds, n)
+        return Pass(self._go_through(n, starts, pad, self._disturb(), load), len(starts))
+
+    def _go_through(
         self, n: int, starts: range, pad: bool, current: object, load: Load | None
     ) -> Iterator[Batch[Any]]:
         self._check_current(current)
