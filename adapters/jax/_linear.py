@@ -207,7 +207,20 @@ class Sendrecv(Collective):
         return self.dest == self.source == comm.rank
 
     def run(self, calls: ProgramCalls, x: Any, out: Any) -> Any:
-        return _exchange(calls, x, self.dest, self.source, self.tag, out)
+        array, status = np.asarray(x), ac.Status()
+        if self.is_identity(calls.comm):
+            if out is None:
+                return jnp.array(array)
+            out[...] = array
+            return out
+        try:
+            received = calls.sendrecv(array, self.dest, self.source, self.tag, out, status)
+        except (TypeError, ValueError):
+            # Of `out`, which is like the array that was sent.
+            _check_received(array, status)
+            raise
+        _check_received(array, status)
+        return received if out is not None else jnp.array(received)
 
     def refuse(self, calls: ProgramCalls, error: Exception) -> NoReturn:
         calls.refuse(error, self.dest, self.source, self.tag)
@@ -236,24 +249,6 @@ def _fix(call: Collective, *names: str) -> None:
                 f"{call.name}: {name} must be an int that is known when a program is traced; got "
                 f"{given!r}. comm.rank and comm.size are ints, also inside"
             ) from None
-
-
-def _exchange(calls: ProgramCalls, x: Any, dest: int, source: int, tag: int, out: Any) -> Any:
-    """Send an array to a rank and return another's, which must be alike and from the same place."""
-    array, status = np.asarray(x), ac.Status()
-    if dest == source == calls.comm.rank:
-        if out is None:
-            return jnp.array(array)
-        out[...] = array
-        return out
-    try:
-        received = calls.sendrecv(array, dest, source, tag, out, status)
-    except (TypeError, ValueError):
-        # Of `out`, which is like the array that was sent.
-        _check_received(array, status)
-        raise
-    _check_received(array, status)
-    return received if out is not None else jnp.array(received)
 
 
 def _check_received(array: Any, status: ac.Status) -> None:
