@@ -20,6 +20,7 @@ import numpy as np
 from arraycomm._arrays.buffer import allocate
 from arraycomm._dtypes import DType
 from arraycomm._folds import fold, prefixes
+from arraycomm._transports import shared_files
 from arraycomm._transports.control import ControlChannel
 from arraycomm._transports.node_chain import NodeChain
 from arraycomm._transports.pairs import Handle as Handle  # noqa: PLC0414 - others import it here
@@ -202,15 +203,19 @@ class Transport(Link):
         """Return, for each rank, a number that only the ranks on its node have too."""
 
     def offer_memory(self, nbytes: int) -> str:
-        """Make memory that the ranks of this group can share; return its name, empty for none."""
-        return ""
+        """Make memory of zeros that the ranks can share; return its name, empty if there is none.
+
+        Of processes, it is a file.
+        """
+        return shared_files.make_file(nbytes)
 
     def open_memory(self, name: str, nbytes: int) -> Bytes | None:
         """Return the memory that a rank has offered under this name, or None."""
-        return None
+        return shared_files.open_file(name, nbytes)
 
     def close_memory(self, name: str) -> None:
         """Let no further rank open the memory; ranks that have opened it keep it."""
+        shared_files.close_file(name)
 
     def progress(self) -> None:
         """Let movements of other ranks that involve this one make progress."""

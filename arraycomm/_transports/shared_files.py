@@ -77,22 +77,6 @@ def share_file(
     return None
 
 
-class SharesFiles:
-    """The part of a transport that gives its ranks, which are processes, memory in files."""
-
-    def offer_memory(self, nbytes: int) -> str:
-        """Make memory of zeros; return the name by which the ranks open it, or an empty one."""
-        return make_file(nbytes)
-
-    def open_memory(self, name: str, nbytes: int) -> np.ndarray[Any, Any] | None:
-        """Return memory that a rank offers; None if that is not possible."""
-        return open_file(name, nbytes)
-
-    def close_memory(self, name: str) -> None:
-        """Let nobody open memory any more that this rank has offered."""
-        close_file(name)
-
-
 def _make_unnamed(nbytes: int) -> str:
     try:
         descriptor = os.memfd_create("arraycomm")

@@ -27,14 +27,13 @@ from arraycomm._transports.mpi.pieces import agreed
 from arraycomm._transports.mpi.relay import Relay
 from arraycomm._transports.mpi.routes import Places
 from arraycomm._transports.pairs import Pair
-from arraycomm._transports.shared_files import SharesFiles
 
 # Polls before a waiting rank gives up its core. More would delay the rank that it waits for, if
 # both share the core.
 _SPINS: Final = 8
 
 
-class MPITransport(SharesFiles, Transport):
+class MPITransport(Transport):
     """One rank of an MPI communicator that belongs to this transport alone."""
 
     name = "mpi"

@@ -22,13 +22,7 @@ from arraycomm._transports.parts import Parts, PartsTransport
 from arraycomm._transports.processes.lives import DELAY, Lives
 from arraycomm._transports.processes.ring_messages import Messages
 from arraycomm._transports.processes.rings import Ring, Transfer
-from arraycomm._transports.shared_files import (
-    SharesFiles,
-    close_file,
-    make_file,
-    open_file,
-    share_file,
-)
+from arraycomm._transports.shared_files import close_file, make_file, open_file, share_file
 
 # As many polls as ranks of MPI make before they give up their cores.
 _SPINS: Final = 8
@@ -64,7 +58,7 @@ class _Movement:
         return not self._left
 
 
-class ProcessesTransport(SharesFiles, PartsTransport):
+class ProcessesTransport(PartsTransport):
     """One rank of a group of processes that have mapped the same `memory`."""
 
     name = "processes"
