@@ -1,7 +1,8 @@
-"""Laws of the data container."""
+"""Laws of the data container, and of lines that ranks print."""
 
 from __future__ import annotations
 
+import io
 import os
 from typing import Any, NamedTuple
 
@@ -100,6 +101,13 @@ def test_container_holds_every_item_exactly_once(count, size, settings, epoch) -
     assert max(lengths) - min(lengths) <= (settings["uneven"] == "exact")
     order = global_order(count, epoch, settings)
     assert sorted(order) == list(range(count))
+    if settings["shuffle"]:
+        # Of 20 items, a permutation is that of another epoch or seed once in 2e18 times.
+        others = [(epoch + 1, settings), (epoch, settings | {"seed": settings["seed"] + 1})]
+        drawn = [list(range(count)), *(global_order(count, *other) for other in others)]
+        assert count < 20 or order not in drawn
+    else:
+        assert order == list(range(count))
     got = in_rounds([[part] for part in parts])
     expected = [(item, 1.0) for item in order]
     if settings["uneven"] == "drop":
@@ -107,6 +115,27 @@ def test_container_holds_every_item_exactly_once(count, size, settings, epoch) -
     if settings["uneven"] == "pad":
         expected += [(order[i % count], 0.0) for i in range(-count % size)]
     assert got == expected
+
+
+@given(
+    lines=st.lists(st.text("ab\u00e9 ", max_size=5), min_size=1, max_size=6),
+    chosen=st.sets(st.integers(0, 5)),
+    sep=st.sampled_from((None, "-")),
+    end=st.sampled_from((None, "", "!\n")),
+)
+def test_lines_are_printed_in_the_order_of_ranks(lines, chosen, sep, end) -> None:
+    ranks = [rank for rank in chosen if rank < len(lines)]
+    files = [io.StringIO() for _ in lines]
+
+    def check(comm: ac.Communicator) -> None:
+        values, file = (lines[comm.rank], comm.rank), files[comm.rank]
+        options = {"sep": sep, "end": end, "file": file, "ranks": ranks, "timestamp": False}
+        ac.println(*values, comm=comm, **options)
+
+    run(len(lines), check)
+    between, after = " " if sep is None else sep, "\n" if end is None else end
+    printed = [f"[{r}/{len(lines)}] {lines[r]}{between}{r}{after}" for r in sorted(ranks)]
+    assert [file.getvalue() for file in files] == ["".join(printed), *[""] * (len(lines) - 1)]
 
 
 @given(count=COUNTS, size=SIZES, settings=settings_of_containers(), n=st.integers(1, 40))

@@ -18,6 +18,7 @@ from arraycomm import _launch
 from arraycomm._training.shards import divide
 from arraycomm.adapters import numpy as plain
 from arraycomm.testing import run
+from arraycomm.testing._arrays.array_case import dtype_of
 from arraycomm.testing._arrays.oracle import expected
 
 pytestmark = pytest.mark.skipif(
@@ -303,7 +304,44 @@ def test_shards_are_even(sizes, ranks) -> None:
     assert max(loads) - min(loads) <= max(sizes, default=0)
 
 
-@given(rate=st.floats(0.01, 1.0), gradient=st.floats(0.1, 10.0) | st.floats(-10.0, -0.1))
-def test_adam_takes_a_first_step_of_its_rate(rate, gradient) -> None:
-    [moved] = plain.Adam(rate).update([np.zeros(1)], [np.full(1, gradient)])
-    np.testing.assert_allclose(moved, -rate * np.sign(gradient), rtol=1e-6)
+@given(
+    rate=st.floats(0.01, 1.0),
+    beta=st.floats(0.0, 0.99),
+    nesterov=st.booleans(),
+    gradients=st.lists(st.lists(st.floats(-9, 9), min_size=2, max_size=2), min_size=1, max_size=4),
+)
+def test_optimizers_step_as_those_of_torch(rate, beta, nesterov, gradients) -> None:
+    torch = pytest.importorskip("torch")
+    heavy = torch.optim.SGD, {"momentum": beta, "nesterov": nesterov and beta > 0}
+    pairs = {
+        plain.SGD(rate): (torch.optim.SGD, {}),
+        plain.Momentum(rate, beta, nesterov=nesterov and beta > 0): heavy,
+        plain.Adam(rate, beta, 0.9): (torch.optim.Adam, {"betas": (beta, 0.9)}),
+    }
+    for own, (kind, options) in pairs.items():
+        mine, theirs = [np.ones(2)], torch.ones(2, dtype=torch.float64, requires_grad=True)
+        optimizer = kind([theirs], lr=rate, **options)
+        for gradient in gradients:
+            mine = own.update(mine, [np.array(gradient)])
+            theirs.grad = torch.tensor(gradient, dtype=torch.float64)
+            optimizer.step()
+        np.testing.assert_allclose(mine[0], theirs.detach(), rtol=1e-9, atol=1e-9)
+
+
+@given(
+    rows=st.lists(st.lists(st.integers(-99, 99), min_size=3, max_size=3), min_size=1, max_size=5),
+    compression=st.sampled_from(("float16", "bfloat16")),
+    op=st.sampled_from(("sum", "mean")),
+    dtype=st.sampled_from((np.float32, np.float64)),
+)
+def test_compressed_gradients_are_folds_rounded_once_more(rows, compression, op, dtype) -> None:
+    """These numbers are exact in 16 bits, and their sums in float32."""
+    want = np.sum(rows, 0, np.float32) / np.float32(len(rows) if op == "mean" else 1)
+    rounded = want.astype(dtype_of(compression)).astype(dtype)
+
+    def check(comm: ac.Communicator) -> None:
+        x = np.array(rows[comm.rank], dtype)
+        got = ac.allreduce_gradients([x], op, compression=compression, comm=comm)
+        np.testing.assert_array_equal(got[0], rounded, strict=True)
+
+    run(len(rows), check)

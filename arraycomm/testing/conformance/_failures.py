@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Final
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from arraycomm._arrays.buffer import Array
 from arraycomm._communicator import Communicator
-from arraycomm._errors import CommunicatorClosedError, MismatchError, PeerError
+from arraycomm._errors import CommTimeoutError, CommunicatorClosedError, MismatchError, PeerError
 from arraycomm._functions import allreduce_tree, synchronize
 from arraycomm.testing import strategies as ranked
 from arraycomm.testing.conformance._checks import raises
@@ -167,6 +168,21 @@ class FailureLaws:
         assert caught[0].rank == culprit, f"rank {caught[0].rank} is not to blame"
         with raises(CommunicatorClosedError):
             comm.barrier()
+
+    @law(ranks=SEVERAL, culprit=ranked.roots(), how=st.sampled_from(("call", "communicator")))
+    def test_rank_that_does_not_come_is_named(
+        self, comm: Communicator, culprit: int, how: str
+    ) -> None:
+        """A wait has a limit, its call's before the communicator's; the error names the rank."""
+        part = comm.dup(timeout=60.0 if how == "call" else 0.05)
+        limit = 0.05 if how == "call" else None
+        if comm.rank != culprit:
+            with raises(CommTimeoutError) as caught:
+                part.allreduce(1, timeout=limit)
+            assert re.findall(r"rank (\d+) is missing", str(caught[0])) == [str(culprit)], caught[0]
+            with raises(CommunicatorClosedError):
+                part.barrier()
+        assert comm.allreduce(1) == comm.size
 
     @law(ranks=SEVERAL, culprit=ranked.roots(), count=st.sampled_from((2, 40_000)))
     def test_exception_before_a_call_is_an_error_on_the_others(

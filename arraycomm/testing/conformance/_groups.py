@@ -15,6 +15,7 @@ from arraycomm.testing.conformance._checks import check_elements, check_fold, ra
 from arraycomm.testing.conformance._inputs import (
     Reduction,
     Sealed,
+    numbers_of_ranks,
     orders_of_requests,
     reductions,
     sealed,
@@ -26,19 +27,26 @@ class GroupLaws:
     """What communicators promise that are made from others."""
 
     @law(
-        colors=sealed(ranked.per_rank(st.none() | st.integers(0, 2))),
-        keys=sealed(ranked.per_rank(st.integers(-2, 2))),
+        colors=sealed(numbers_of_ranks(0, 2)),
+        outside=sealed(ranked.per_rank(st.sampled_from((False, False, False, True)))),
+        keys=sealed(numbers_of_ranks(-2, 2)),
         reduction=reductions(),
     )
     def test_split_partitions(
-        self, comm: Communicator, colors: Sealed[Any], keys: Sealed[Any], reduction: Reduction
+        self,
+        comm: Communicator,
+        colors: Sealed[Any],
+        outside: Sealed[Any],
+        keys: Sealed[Any],
+        reduction: Reduction,
     ) -> None:
         """Every rank is in the group of its color, in the order of key and rank.
 
         A rank whose color is None is in no group. A collective of a group involves only its
         members.
         """
-        color, members = colors.value[comm.rank], _members(comm.rank, colors.value, keys.value)
+        chosen = [None if out else c for c, out in zip(colors.value, outside.value, strict=True)]
+        color, members = chosen[comm.rank], _members(comm.rank, chosen, keys.value)
         part = comm.split(color, keys.value[comm.rank])
         if part is None:
             assert color is None, f"rank {comm.rank} is in no group, but has color {color}"
@@ -96,7 +104,10 @@ class GroupLaws:
             reduction = started[number][1]
             found = elements_of(requests[number].wait())
             check_elements(found, reduction.fold(), reduction.op)
+        # Its figures are those of the communicator that it is a duplicate of.
+        done = comm.stats()["allreduce"]["calls"] if isinstance(comm, Communicator) else 0
         other.free()
+        assert not done or comm.stats()["allreduce"]["calls"] == done
         with raises(CommunicatorClosedError):
             other.barrier()
         check_fold(comm, first, range(comm.size))

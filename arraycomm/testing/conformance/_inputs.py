@@ -284,6 +284,22 @@ def orders_of_ranks(draw: st.DrawFn) -> list[int]:
     return draw(st.permutations(range(rank_count())))
 
 
+def tags() -> Strategy[tuple[int, int]]:
+    """Draw two tags of messages: small ones, those around powers of two, and any."""
+    powers = st.builds(lambda power, step: 2**power + step, st.integers(3, 19), st.integers(-1, 1))
+    one = st.one_of(st.integers(0, 8), powers, st.integers(0, (1 << 20) - 1))
+    return st.tuples(one, one).filter(lambda drawn: drawn[0] != drawn[1])
+
+
+def numbers_of_ranks(least: int, most: int) -> Strategy[RankValues[int]]:
+    """Draw a small number for each rank, or its multiples by one factor of any size."""
+    factor = st.sampled_from((1, 1, 100, 256, 1_000, 1 << 16, 1 << 32, 1 << 60))
+    small = ranked.per_rank(st.integers(least, most))
+    return st.builds(
+        lambda values, by: RankValues(*(by * value for value in values)), small, factor
+    )
+
+
 def orders_of_requests() -> Strategy[RankValues[list[int]]]:
     """Draw, for each rank, the order in which it waits for three requests."""
     return ranked.per_rank(st.permutations(range(3)))

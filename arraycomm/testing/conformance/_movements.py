@@ -41,6 +41,7 @@ from arraycomm.testing.conformance._inputs import (
     rows,
     sealed,
 )
+from arraycomm.testing.conformance._inputs import tags as message_tags
 from arraycomm.testing.conformance._law import law
 
 
@@ -131,10 +132,11 @@ class MovementLaws:
         joined, counts = comm.allgatherv(x, return_counts=True)
         check_copy(check_like(joined, x), np.concatenate(elements))
         assert list(counts) == [len(own) for own in elements]
-        gathered = comm.gatherv(x, root)
+        gathered = comm.gatherv(x, root, return_counts=True)
         assert (gathered is None) == (comm.rank != root)
         if gathered is not None:
-            check_copy(check_like(gathered, x), np.concatenate(elements))
+            check_copy(check_like(gathered[0], x), np.concatenate(elements))
+            assert list(gathered[1]) == [len(own) for own in elements]
         share = comm.scatterv(x, drawn.counts[root], root, like=x)
         check_copy(check_like(share, x), drawn.rows(root, comm.rank))
         received, counts = comm.alltoallv(x, drawn.counts[comm.rank], return_counts=True)
@@ -142,27 +144,94 @@ class MovementLaws:
         check_copy(check_like(received, x), np.concatenate(parts))
         assert list(counts) == [len(part) for part in parts]
 
-    @law(given_arrays=messages(), order=orders_of_ranks(), tags=st.permutations((1, 2)))
+    @law(given_arrays=messages(), order=orders_of_ranks(), tags=message_tags())
     def test_messages_arrive_as_they_were_sent(
         self, comm: Communicator, given_arrays: Arrays, order: Sequence[int], tags: Sequence[int]
     ) -> None:
         """The receiver need know neither shape nor dtype; tags allow receiving in any order."""
         dest, source = order[comm.rank], order.index(comm.rank)
         x, want = given_arrays.build(comm.rank), given_arrays.elements()[source]
-        check_copy(check_like(comm.sendrecv(x, dest, source), want), want)
-        sent = [comm.isend(x, dest, 1), comm.isend(np.arange(3), dest, 2)]
-        for tag in tags:
-            check_copy(elements_of(comm.recv(source, tag)), want if tag == 1 else np.arange(3))
+        check_copy(check_like(comm.sendrecv(x, dest, source, tags[0]), want), want)
+        sent = [comm.isend(x, dest, tags[0]), comm.isend(np.arange(3), dest, tags[1])]
+        check_copy(elements_of(comm.recv(source, tags[1])), np.arange(3))
+        check_copy(elements_of(comm.recv(source, tags[0])), want)
         for request in sent:
             request.wait()
         sent = [comm.isend(np.array(tag), dest, tag) for tag in tags]
         assert [int(comm.recv(source, ANY_TAG)) for _ in tags] == list(tags)
         for request in sent:
             request.wait()
-        sending, status = comm.isend(x, dest, 3), Status()
+        sending, status = comm.isend(x, dest, tags[0]), Status()
         check_copy(elements_of(comm.recv(ANY_SOURCE, ANY_TAG, status=status)), want)
-        assert status == Status(source, 3, want.dtype, want.shape, want.nbytes)
+        assert status == Status(source, tags[0], want.dtype, want.shape, want.nbytes)
         sending.wait()
+
+    @law(drawn=moved_into(), order=orders_of_ranks(), tags=message_tags())
+    def test_messages_go_where_the_receiver_says(
+        self, comm: Communicator, drawn: Any, order: Sequence[int], tags: Sequence[int]
+    ) -> None:
+        """`like` chooses framework and device, `out` the memory, which may be that of `x`."""
+        given_arrays, out, _ = drawn
+        dest, source = order[comm.rank], order.index(comm.rank)
+        x, want = given_arrays.build(comm.rank), given_arrays.elements()[source]
+        sending = comm.isend(x, dest, tags[0])
+        check_copy(check_like(comm.recv(source, tags[0], like=x), x), want)
+        sending.wait()
+        with neighbours_unchanged(out):
+            assert comm.sendrecv(x, dest, source, tags[1], out=out) is out
+            check_copy(native(elements_of(out)), want)
+        sending = comm.isend(x, dest, tags[1])
+        assert comm.recv(source, tags[1], out=out) is out
+        sending.wait()
+        check_copy(native(elements_of(out)), want)
+        check_copy(check_like(comm.sendrecv(x, dest, source, like=x), x), want)
+        mine = np.array(given_arrays.elements()[comm.rank])
+        assert comm.sendrecv(mine, dest, source, out=mine) is mine
+        check_copy(mine, want)
+
+    @law(everyones=sealed(ranked.per_rank(objects())), order=orders_of_ranks(), tags=message_tags())
+    def test_objects_are_messages_too(
+        self, comm: Communicator, everyones: Sealed[Any], order: Sequence[int], tags: Sequence[int]
+    ) -> None:
+        """They arrive equal and in order; `probe` names what is there, and leaves it."""
+        dest, source = order[comm.rank], order.index(comm.rank)
+        mine, want = everyones.value[comm.rank], everyones.value[source]
+        sent = [comm.isend_object(mine, dest, tag) for tag in (*tags, tags[0])]
+        sent.append(comm.isend(np.arange(3), dest, tags[1]))
+        for tag in tags:
+            found = comm.probe(source, tag)
+            assert (found.source, found.tag) == (source, tag)
+        assert comm.recv_object(source, tags[1]) == want
+        assert comm.irecv_object(ANY_SOURCE, tags[0]).wait() == want
+        check_copy(elements_of(comm.recv(source, tags[1])), np.arange(3))
+        status = Status()
+        assert comm.recv_object(source, ANY_TAG, status=status) == want
+        assert (status.source, status.tag) == (source, tags[0])
+        assert comm.iprobe(source, ANY_TAG) is None
+        for request in sent:
+            request.wait()
+
+    @law(reduction=reductions_of_rows(), root=ranked.roots())
+    def test_every_collective_fills_out(
+        self, comm: Communicator, reduction: Reduction, root: int
+    ) -> None:
+        """A collective with `out` writes there what it would return, and returns `out`."""
+        x = reduction.arrays.build(comm.rank)
+        for name, args in _arguments(comm, x, reduction.op, root).items():
+            result = getattr(comm, name)(*args)
+            want = None if result is None else np.array(elements_of(result))
+            out = None if want is None else np.zeros_like(want)
+            assert getattr(comm, name)(*args, out=out) is out, name
+            if want is not None:
+                check_elements(out, want, reduction.op)
+
+    @law(given_arrays=rows(moved_shapes()))
+    def test_rows_may_be_exchanged_in_place(self, comm: Communicator, given_arrays: Arrays) -> None:
+        """`alltoall` may write over its argument."""
+        x, elements = np.array(given_arrays.elements()[comm.rank]), given_arrays.elements()
+        want = np.stack([own[comm.rank, ...] for own in elements])
+        assert comm.alltoall(x, out=x) is x
+        check_copy(x, want)
 
     @law(given_arrays=messages(moved_shapes()), order=orders_of_ranks())
     def test_finished_requests_are_finished(

@@ -153,6 +153,20 @@ class ReductionLaws:
         check_elements(comm.iallreduce(x, op).wait(), reduction.fold(), op)
         check_elements(comm.allgather(x), np.stack(given_arrays.elements()))
 
+    @law(reduction=reductions(ops=("min", "max")))
+    def test_extremes_are_where_they_are_said_to_be(
+        self, comm: Communicator, reduction: Reduction
+    ) -> None:
+        """`maxloc` and `minloc` return what "max" and "min" do, and the first rank that has it."""
+        x, op = reduction.arrays.build(comm.rank), reduction.op
+        values, ranks = comm.maxloc(x) if op == "max" else comm.minloc(x)
+        check_elements(check_like(values, x), reduction.fold(), op)
+        elements, places = np.stack(reduction.arrays.elements()), elements_of(ranks)
+        assert places.dtype == np.int32
+        found = np.take_along_axis(elements, places[np.newaxis].astype(np.int64), 0)
+        same = (elements == found) | ~np.equal(elements, elements)
+        np.testing.assert_array_equal(same.argmax(0), places)
+
     @law(reduction=reductions() | reductions_of_sizes())
     def test_scan_is_the_fold_of_the_ranks_so_far(
         self, comm: Communicator, reduction: Reduction
