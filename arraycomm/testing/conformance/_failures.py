@@ -179,7 +179,10 @@ class FailureLaws:
         if comm.rank != culprit:
             with raises(CommTimeoutError) as caught:
                 part.allreduce(1, timeout=limit)
-            assert re.findall(r"rank (\d+) is missing", str(caught[0])) == [str(culprit)], caught[0]
+            # Between nodes others may not be known to have come either.
+            missing = re.findall(r"rank (\d+) is missing", str(caught[0]))
+            assert str(culprit) in missing, caught[0]
+            assert str(comm.rank) not in missing, caught[0]
             with raises(CommunicatorClosedError):
                 part.barrier()
         assert comm.allreduce(1) == comm.size
