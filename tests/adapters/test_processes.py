@@ -17,6 +17,7 @@ from tests.support.launcher import is_open_mpi, needs_mpiexec
 # On each MPI: what compiled programs, backward passes and exchanges leave under way.
 _EACH: Final = {
     "numpy": (),
+    "sklearn": ("test_joblib.py::TestOnProcesses",),
     "jax": (),
     "torch": (
         "test_shard.py::TestOnProcesses",
@@ -27,6 +28,7 @@ _EACH: Final = {
 # The contract is the same over any transport: each adapter's is held under one MPI.
 _MPICH: Final = {
     "numpy": (),
+    "sklearn": (),
     # Laws of compiled updates are compiled for a long time, and know nothing of the MPI.
     "jax": (
         "test_jax_adapter.py::TestCompiled",
@@ -37,6 +39,7 @@ _MPICH: Final = {
 }
 _OPEN_MPI: Final = {
     "numpy": ("test_numpy_adapter.py::TestContract",),
+    "sklearn": (),
     "jax": ("test_jax_adapter.py::TestContract",),
     "torch": (
         "../training/test_compression.py::TestTorchProcesses",
