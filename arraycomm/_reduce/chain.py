@@ -128,13 +128,14 @@ class ChainSegment(SharedSegment):
         return own_part(count, place, lanes) if place < lanes else slice(0, 0)
 
     def reduce_array(self, source: Flat, target: Flat, op: str) -> Steps:
-        return self.reduce(chunk_tasks(self, source, target), op, source.nbytes)
+        return self.reduce(chunk_tasks(self, source, target), op)
 
-    def reduce(self, chunk_tasks: Iterable[ChunkTask], op: str, nbytes: int) -> Steps:
+    def reduce(self, chunk_tasks: Iterable[ChunkTask], op: str) -> Steps:
         chain = self.chain
         call = _Call(self, list(chunk_tasks), op)
         count = len(call.tasks)
         delay = min(2 * (chain.nodes - chain.node) - 1, count)
+        nbytes = sum(task.rows[0].nbytes for task in call.tasks)
         copy = np.copyto if compiled is None or nbytes <= _LARGE else compiled.copy
         for turn in range(count + delay + 1):
             if turn < count:

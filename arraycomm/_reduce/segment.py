@@ -171,14 +171,13 @@ class SharedSegment:
             return repeat((False, None))
         return (self._large if nbytes > CACHED_BYTES else self._small).ways()
 
-    def reduce(self, chunk_tasks: Iterable[ChunkTask], op: str, nbytes: int) -> Steps:
+    def reduce(self, chunk_tasks: Iterable[ChunkTask], op: str) -> Steps:
         """Reduce chunk after chunk; each task fills this rank's row and names the targets.
 
-        `nbytes` are those of all chunks. A step publishes a chunk, and this rank's part of the one
-        before. What all ranks have folded is taken once they have posted the next step.
+        This is the way of a rank without the native part. A step publishes a chunk, and this rank's
+        part of the one before. What all ranks have folded is taken once they have posted the next
+        step.
         """
-        # Large results would only push one another out of the caches.
-        copy = compiled.copy if self.native and nbytes > CACHED_BYTES else np.copyto
         published: ChunkTask | None = None
         done: ChunkTask | None = None
         for number, chunk in enumerate(chain(chunk_tasks, (None, None))):
@@ -194,7 +193,7 @@ class SharedSegment:
             if done is not None:
                 folded = self._folded_of(done, number - 1)
                 for part, target in done.targets():
-                    copy(target, folded[part])
+                    target[...] = folded[part]
             published, done = chunk, published
 
     def reduce_array(self, source: Flat, target: Flat, op: str) -> Steps:

@@ -111,7 +111,7 @@ class Fusion:
             held, layouts = self._held(packed, sources), self._layouts_in(segment)
             if segment.chained or not held.native:
                 tasks = (each.task(held, packed.buffer, over) for each in layouts)
-                yield from segment.reduce(tasks, op, self.nbytes)
+                yield from segment.reduce(tasks, op)
                 return over
             if (op, over) not in self._tables:
                 if len(self._tables) == _MOST_TABLES:

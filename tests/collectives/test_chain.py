@@ -248,7 +248,7 @@ def test_results_are_in_rank_order_whoever_goes_on_first(
                 tasks = chunk_tasks(own, rows[rank], outs[rank])
                 if in_pieces:
                     tasks = _in_pieces(own, tasks, rows[rank], seed)
-                yield from own.reduce(tasks, op, rows[rank].nbytes)
+                yield from own.reduce(tasks, op)
 
         job.run([program(rank) for rank in range(sum(sizes))])
         for result, outs in expected:
@@ -260,7 +260,7 @@ def test_a_link_carries_each_element_once_in_each_direction() -> None:
     rows, outs = np.ones((9, 2 * MIB), np.float32), np.empty((9, 2 * MIB), np.float32)
     job.run(
         [
-            own.reduce(chunk_tasks(own, x, out), "sum", x.nbytes)
+            own.reduce(chunk_tasks(own, x, out), "sum")
             for own, x, out in zip(job.segments, rows, outs, strict=True)
         ]
     )
