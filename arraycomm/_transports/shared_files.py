@@ -16,6 +16,7 @@ from typing import Any, Final
 import numpy as np
 
 _UNNAMED: Final = "/proc/{}/fd/{}"
+_ZEROS: Final = bytes(1 << 20)
 # Whether a rank could not open a file without a name.
 _names_needed = False
 
@@ -101,7 +102,11 @@ def _make_named(nbytes: int) -> str:
 def _allocate(descriptor: int, nbytes: int) -> bool:
     """Allocate memory now: with a sparse file, a signal would end the process if it runs out."""
     try:
-        os.posix_fallocate(descriptor, 0, nbytes)
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(descriptor, 0, nbytes)
+        else:  # on macOS
+            for begin in range(0, nbytes, len(_ZEROS)):
+                os.pwrite(descriptor, _ZEROS[: nbytes - begin], begin)
     except OSError:
         os.close(descriptor)
         return False

@@ -120,6 +120,15 @@ def test_memory_of_another_user_is_not_mapped(monkeypatch: pytest.MonkeyPatch) -
     shared_files.close_file(path)
 
 
+def test_memory_is_made_without_calls_that_macos_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for call in ("memfd_create", "posix_fallocate"):
+        monkeypatch.delattr(os, call, raising=False)
+    path = shared_files.make_file((1 << 20) + 3)
+    assert not shared_files.open_file(path, (1 << 20) + 3).any()
+    assert os.stat(path).st_blocks * 512 > 1 << 20  # allocated
+    shared_files.close_file(path)
+
+
 def test_ranks_of_different_versions_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("arraycomm._node_start.watch_exit", lambda: None)
     store = _Store()
