@@ -9,5 +9,9 @@ function keepFocusable(part) {
 
 // The theme puts tables into boxes of its own once the page is there.
 window.addEventListener("load", () =>
-  setTimeout(() => document.querySelectorAll("pre > code, .md-typeset__scrollwrap, .wide").forEach(keepFocusable), 100)
+  setTimeout(() => {
+    document.querySelectorAll("pre > code, .md-typeset__scrollwrap, .wide").forEach(keepFocusable)
+    // The buttons of each block are a group; as one landmark beside the other they would hide those of the page.
+    document.querySelectorAll(".md-code__nav").forEach((buttons) => buttons.setAttribute("role", "group"))
+  }, 100)
 )

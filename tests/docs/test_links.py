@@ -75,6 +75,15 @@ def test_the_navigation_has_every_page_once() -> None:
     )
 
 
+def test_the_changelog_leads_to_the_same_pages_on_the_site() -> None:
+    """The page quotes the changelog, and has its references as the site needs them."""
+    reference = re.compile(r"^\[([\w-]+)\]: (\S+)$", re.MULTILINE)
+    there = dict(reference.findall((ROOT / "CHANGELOG.md").read_text("utf-8")))
+    here = dict(reference.findall((DOCS / "changelog.md").read_text("utf-8")))
+    assert there == {name: f"docs/{path}" for name, path in here.items()}
+    assert [path for path in here.values() if not (DOCS / path.partition("#")[0]).is_file()] == []
+
+
 def test_the_readme_of_an_index_links_to_the_site_and_the_repository() -> None:
     script = ROOT / "setup.py"
     if not script.exists():

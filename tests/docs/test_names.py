@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 
 import arraycomm as ac
+import arraycomm.testing
 
 ROOT = Path(__file__).parents[2]
 if not (ROOT / "arraycomm").is_dir():
@@ -220,6 +221,26 @@ def test_pages_name_files_and_targets_that_there_are(page: Path) -> None:
     assert [path for path in paths if not (ROOT / path.rstrip(".")).exists()] == []
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE))
     assert set(re.findall(r"\bmake ([a-z-]+)", code)) <= targets
+
+
+def test_the_reference_has_every_public_name_with_an_anchor_and_the_overview_leads_there() -> None:
+    pages = "".join(page.read_text("utf-8") for page in (ROOT / "docs" / "api").glob("*.md"))
+    listed = set(re.findall(r"^::: arraycomm\.(\S+)", pages, re.MULTILINE))
+    overview = (ROOT / "docs" / "api.md").read_text("utf-8")
+    linked = set(re.findall(r"\]\[arraycomm\.(\S+?)\]", overview))
+    linked |= set(re.findall(r"\[`arraycomm\.(\S+?)`\]\[\]", overview))
+    methods = {f"Communicator.{name}" for name in dir(ac.Communicator) if name[0] != "_"}
+    # What an adapter's `__all__` has stands on its page by itself.
+    modules = {
+        *(f"testing.{name}" for name in ac.testing.__all__),
+        *(f"adapters.{a}" for a in ADAPTERS),
+    }
+    assert {*ac.__all__, *methods, *modules} - listed == {
+        "Communicator.device",
+        "Communicator.mpi_comm",
+    }
+    assert {*ac.__all__, *modules} <= linked
+    assert {name for name in methods - linked if name[13] != "i"} == set()
 
 
 def test_signatures_show_the_values_of_their_defaults() -> None:
