@@ -100,6 +100,7 @@ help:
 	@echo 'make sanitize    the native part and its tests, built with sanitizers'
 	@echo 'make docs    build the documentation into site/'
 	@echo 'make dist    build and check what goes to a package index, into dist/'
+	@echo 'make release   what a release uploads, as far as this machine makes it, into dist/release/'
 	@echo 'make test-device    the tests that need a GPU, in the environment of PYTHON'
 	@echo 'make bench   time allreduce beside what else there is (BENCH_ARGS="latency --ranks 4")'
 	@echo 'make bench-check BASE=commit    the benchmark of this checkout beside that of a commit, in turns'
@@ -329,6 +330,15 @@ dist/.stamp: pyproject.toml MANIFEST.in README.md LICENSE $(sources) | .venv/.st
 .PHONY: dist
 dist: dist/.stamp
 	.venv/bin/python -m twine check --strict dist/*.whl dist/*.tar.gz
+
+# What a release uploads, as far as one machine makes it: the source distribution, the wheel for any platform, and this
+# machine's own, named after the oldest glibc that it runs with. The workflow builds the latter in an older system.
+.PHONY: release
+release: dist/.stamp
+	@rm -rf dist/release && mkdir dist/release && cp dist/*.tar.gz dist/release
+	ARRAYCOMM_NATIVE=0 .venv/bin/python -m pip --disable-pip-version-check wheel --quiet --no-deps --wheel-dir dist/release dist/*.tar.gz
+	PATH="$$PWD/.venv/bin:$$PATH" .venv/bin/auditwheel repair --wheel-dir dist/release "$(wheel)"
+	.venv/bin/python -m twine check --strict dist/release/*
 
 build/wheel/.stamp: dist/.stamp
 	@rm -rf $(@D)

@@ -59,6 +59,29 @@ def test_the_installed_version_is_the_projects() -> None:
     assert metadata.version("arraycomm") == PROJECT["project"]["version"]
 
 
+def test_the_site_the_citation_and_the_changelog_say_what_pyproject_says() -> None:
+    project = PROJECT["project"]
+    version, urls = project["version"], project["urls"]
+    texts = {name: (ROOT / name).read_text("utf-8") for name in ("mkdocs.yml", "CITATION.cff")}
+    (latest, date) = re.findall(
+        r"^## \[(\d.*)\] - (.*)$", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.MULTILINE
+    )[0]
+    wanted = {
+        "mkdocs.yml": {
+            *(f"site_url: {urls['Documentation']}", f"repo_url: {urls['Source']}"),
+            f"repo_name: arraycomm {version}",
+        },
+        "CITATION.cff": {
+            *(f"url: {urls['Documentation']}", f"repository-code: {urls['Source']}"),
+            *(f"version: {version}", f"date-released: {date}", f"license: {project['license']}"),
+            f"keywords: [{', '.join(project['keywords'])}]",
+        },
+    }
+    assert latest == version
+    for name, lines in wanted.items():
+        assert lines <= set(texts[name].splitlines()), name
+
+
 def test_the_readme_of_the_wheel_has_whole_addresses_only() -> None:
     if (ROOT / "arraycomm").is_dir():
         pytest.skip("an editable installation may be of an earlier README")
@@ -142,10 +165,18 @@ def test_program_that_is_saved_beside_the_sources_has_the_adapters(tmp_path: Pat
     assert done.stdout.startswith(str(tmp_path / "adapters" / "__init__.py")), done.stderr
 
 
-def test_wheel_without_a_compiler_is_for_any_platform() -> None:
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("CC", "/no/compiler", "built without its native part, since C cannot be compiled here"),
+        ("ARRAYCOMM_NATIVE", "0", ""),
+    ],
+)
+def test_wheel_without_the_native_part_is_for_any_platform(
+    name: str, value: str, said: str
+) -> None:
     pytest.importorskip("setuptools")
     program = "import setup; print(setup.native_part())"
-    done = run_here("-c", program, env={**os.environ, "CC": "/no/compiler"}, cwd=ROOT)
+    done = run_here("-c", program, env={**os.environ, name: value}, cwd=ROOT)
     assert done.stdout == "{}\n"
-    said = "arraycomm: built without its native part, since C cannot be compiled here"
     assert said in done.stderr
