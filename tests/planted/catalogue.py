@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from tests.planted import collectives, protocol, training, trees
+from tests.planted import arguments, collectives, protocol, training, trees
 from tests.planted.fault import Fault
 
 # The headings of the table, and what comes under each.
@@ -13,6 +13,7 @@ CATALOGUE: Final[dict[str, tuple[Fault, ...]]] = {
     "Algorithms": collectives.ALGORITHMS,
     "Arrays and results": collectives.ARRAYS,
     "Messages, requests and objects": collectives.MESSAGES,
+    "Arguments": arguments.ARGUMENTS,
     "Headers and errors": protocol.HEADERS,
     "Groups": protocol.GROUPS,
     "Trees": trees.TREES,
@@ -21,6 +22,7 @@ CATALOGUE: Final[dict[str, tuple[Fault, ...]]] = {
     "Optimizers": training.OPTIMIZERS,
     "PyTorch": training.TORCH,
     "JAX": training.JAX,
+    "C": arguments.NATIVE,
     "MPI": protocol.PROCESSES,
 }
 FAULTS: Final = tuple(fault for faults in CATALOGUE.values() for fault in faults)

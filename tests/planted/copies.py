@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +14,7 @@ from pathlib import Path
 from tests.planted.fault import Fault
 
 ROOT = Path(__file__).parents[2]
-_COPIED = ("arraycomm", "properties", "tests", "pyproject.toml")
+_COPIED = ("arraycomm", "properties", "tests", "pyproject.toml", "setup.py", "README.md")
 _SKIPPED = shutil.ignore_patterns("__pycache__", "*.so", "node_modules")
 
 
@@ -40,9 +42,14 @@ class Copy:
         right = path.read_text(encoding="utf-8")
         self._write(path, fault.applied(right))
         try:
+            if fault.native:
+                build = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
+                subprocess.run(build, cwd=self.folder, check=True, capture_output=True)
             yield
         finally:
             self._write(path, right)
+            for built in path.parent.glob("*.so"):
+                built.unlink()
 
     def _write(self, path: Path, text: str) -> None:
         path.write_text(text, encoding="utf-8")

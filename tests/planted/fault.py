@@ -50,6 +50,11 @@ class Fault:
         """What is wrong with it."""
         return self.says.partition(": ")[2]
 
+    @property
+    def native(self) -> bool:
+        """Whether it is in C."""
+        return self.file.endswith(".c")
+
     def source(self, root: Path) -> Path:
         """Return the file in a checkout."""
         for package, folder in _ELSEWHERE.items():

@@ -87,8 +87,8 @@ def _run(copy: Copy, fault: Fault, laws: Sequence[str], examples: int, *, first:
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
         "EXAMPLES": str(examples),
         "OMP_NUM_THREADS": "1",
-        # The faults are in Python, and a copy has nothing compiled.
-        "ARRAYCOMM_NATIVE": "0",
+        # Nothing is compiled for a fault in Python.
+        "ARRAYCOMM_NATIVE": str(int(fault.native)),
         RECORD: str(record),
         **plain,
     }

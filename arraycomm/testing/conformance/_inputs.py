@@ -94,14 +94,15 @@ def arrays(*args: Any, **kwargs: Any) -> Strategy[Arrays]:
 def dtypes_and_ops(
     draw: st.DrawFn, ops: Sequence[str] | None = None, families: Sequence[str] | None = None
 ) -> tuple[str, str]:
-    """Draw a dtype and a reduction that it has; all reductions are equally likely.
+    """Draw a reduction, and a dtype that has it; all reductions and families are equally likely.
 
     `ranked.reductions` would draw integers most of the time, since most dtypes are integers.
     """
     kinds = tuple(OPS) if families is None else families
     among = [op for op in ALL_OPS if any(op in OPS[kind] for kind in kinds)]
     op = draw(st.sampled_from([op for op in among if ops is None or op in ops]))
-    return draw(ranked.dtypes(op).filter(lambda name: family(dtype_of(name)) in kinds)), op
+    kind = draw(st.sampled_from([kind for kind in kinds if op in OPS[kind]]))
+    return draw(ranked.dtypes(op).filter(lambda name: family(dtype_of(name)) == kind)), op
 
 
 @st.composite

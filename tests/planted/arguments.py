@@ -1,0 +1,248 @@
+"""Faults in what an argument means, where it may have any value, and in what a call tells."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from tests.planted.fault import Fault
+
+_GROUPS: Final = "arraycomm/_collectives/groups.py"
+_MESSAGES: Final = "arraycomm/_messages/messages.py"
+_DATA: Final = "arraycomm/_training/batches/data.py"
+_ORDER: Final = "arraycomm/_training/batches/order.py"
+_SPLIT: Final = ("split_partitions",)
+_SENT: Final = ("messages_arrive_as_they_were_sent",)
+_RECEIVED: Final = ("messages_go_where_the_receiver_says",)
+_OBJECTS: Final = ("objects_are_messages_too",)
+_OUT: Final = ("every_collective_fills_out",)
+_ITEMS: Final = ("container_holds_every_item_exactly_once",)
+_PLACES: Final = ("extremes_are_where_they_are_said_to_be",)
+_LINES: Final = ("lines_are_printed_in_the_order_of_ranks",)
+_OPTIMIZERS: Final = ("optimizers_step_as_those_of_torch",)
+
+ARGUMENTS: Final = (
+    Fault(
+        "keys clamped: keys of `split` above 99 are 99",
+        _GROUPS,
+        "    members.sort(key=lambda rank: (replies[rank][2], rank))",
+        "    members.sort(key=lambda rank: (min(replies[rank][2], 99), rank))",
+        _SPLIT,
+    ),
+    Fault(
+        "colors modulo 100: colors of `split` that differ by hundreds are one",
+        _GROUPS,
+        "    members = [r for r, (taking, other, _) in enumerate(replies) if taking and other == color]",
+        "    members = [r for r, (t, other, _) in enumerate(replies) if t and not (other - color) % 100]",
+        _SPLIT,
+    ),
+    Fault(
+        "no color is a color: a rank that passes None is in the group of 0",
+        _GROUPS,
+        "    number = colors.index(color) if takes_part else None",
+        "    number = colors.index(color) if takes_part or color in colors else None",
+        _SPLIT,
+        hangs=True,
+    ),
+    Fault(
+        "figures of a duplicate lost: `stats` forgets the calls of a communicator that is freed",
+        "arraycomm/_calls/statistics.py",
+        "            _add(self._totals, duplicate.totals())",
+        "            duplicate.totals()",
+        ("dup_is_independent",),
+    ),
+    Fault(
+        "some tags: a receive of any tag takes those below 16",
+        _MESSAGES,
+        "        tags = range(TAGS) if tag is ANY_TAG",
+        "        tags = range(16) if tag is ANY_TAG",
+        _SENT,
+        hangs=True,
+    ),
+    Fault(
+        "tags modulo 4096: tags that differ by 4096 are one",
+        _MESSAGES,
+        "    if not 0 <= found < TAGS:",
+        "    found = found % 4096 if found < TAGS else found\n    if not 0 <= found < TAGS:",
+        _SENT,
+    ),
+    Fault(
+        "like is nothing: a message is an array of NumPy whatever is wanted",
+        _MESSAGES,
+        "        return Wanted(wanted_kind(None, like, out), None)",
+        "        return Wanted(wanted_kind(None, None, out), None)",
+        _RECEIVED,
+        frameworks=True,
+    ),
+    Fault(
+        "sent while written: `sendrecv` sends a long array that its result is written over",
+        _MESSAGES,
+        "        if out is not None and not envelopes.has_room(start, len(data)) and _may_change(data, out):",
+        "        if False:",
+        _RECEIVED,
+    ),
+    Fault(
+        "any tag looked for: `probe` names a message with another tag",
+        "arraycomm/_messages/matching.py",
+        "            return self._transport.probe(source, tags)",
+        "            return self._transport.probe(source, range(1 << 20))",
+        _OBJECTS,
+    ),
+    Fault(
+        "object as it was: `recv_object` returns the bytes of a long pickle",
+        _MESSAGES,
+        "            return loads(source, target.deliver()) if pickled else target.deliver()",
+        "            short = pickled and found.elements is not None\n"
+        "            return loads(source, target.deliver()) if short else target.deliver()",
+        _OBJECTS,
+    ),
+    Fault(
+        "out of a scan ignored: the result is a new array",
+        "arraycomm/_collectives/scans.py",
+        "            self.target = self.make_target(self.source.shape, out)",
+        "            self.target = self.make_target(self.source.shape, None)",
+        _OUT,
+    ),
+    Fault(
+        "out of rows ignored: the result of the forms of any length is a new array",
+        "arraycomm/_collectives/uneven.py",
+        "            shape, self._out, must_not_alias=must_not_alias, deferred=True",
+        "            shape, None, must_not_alias=must_not_alias, deferred=True",
+        _OUT,
+    ),
+    Fault(
+        "counts of the root lost: `gatherv` returns no counts",
+        "arraycomm/_collectives/uneven.py",
+        "        with_counts = self._return_counts and self.target is not None",
+        "        with_counts = self._return_counts and self.root is None",
+        ("uneven_forms_join_rows",),
+    ),
+    Fault(
+        "complex numbers with themselves: `exscan` folds a rank's own complex numbers too",
+        "arraycomm/_collectives/scans.py",
+        "        return self.rows(agreement)[: self._count]",
+        '        return self.rows(agreement)[: self._count + (self.flat.dtype.kind == "c")]',
+        ("scan_is_the_fold_of_the_ranks_so_far",),
+    ),
+    Fault(
+        "error of rank 2: the third rank hears of no other rank's error",
+        "arraycomm/_calls/runner.py",
+        "            except BaseException as error:\n"
+        "                trim(error)\n"
+        "                raise\n"
+        "            finally:\n"
+        "                self.group.watchdog.unlimit()",
+        "            except BaseException as error:\n"
+        "                trim(error)\n"
+        '                if self.group.rank == 2 and type(error).__name__ == "PeerError":\n'
+        "                    return None\n"
+        "                raise\n"
+        "            finally:\n"
+        "                self.group.watchdog.unlimit()",
+        ("wrong_argument_is_an_error_on_every_rank",),
+    ),
+    Fault(
+        "compressed means: compressed gradients are averaged whatever the op",
+        "arraycomm/_trees/reduce.py",
+        "        super().__init__(context, memory, tree, op, bucket_bytes, compression)",
+        '        op = "mean" if compression else op\n'
+        "        super().__init__(context, memory, tree, op, bucket_bytes, compression)",
+        ("compressed_gradients_are_folds_rounded_once_more",),
+    ),
+    Fault(
+        "exchanged in place: `alltoall` writes over rows that it has not sent",
+        "arraycomm/_collectives/movements.py",
+        "        self.target = self.make_target(self.source.shape, out, must_not_alias=True)",
+        "        self.target = self.make_target(self.source.shape, out)",
+        ("rows_may_be_exchanged_in_place",),
+    ),
+    Fault(
+        "limit of a call ignored: a call waits as long as its communicator says",
+        "arraycomm/_calls/runner.py",
+        "                if timeout is not None:",
+        "                if timeout is not None and timeout > 1:",
+        ("rank_that_does_not_come_is_named",),
+        hangs=True,
+    ),
+    Fault(
+        "another rank missing: the error of a wait names the rank after the one that is missing",
+        "arraycomm/_protocol/waits/watchdog.py",
+        "        missing = self._control.missing()\n",
+        "        missing = [(r + 1) % self._control.size for r in self._control.missing()]\n",
+        ("rank_that_does_not_come_is_named",),
+    ),
+    Fault(
+        "last place: `maxloc` returns the last rank that has the largest element",
+        "arraycomm/_collectives/located.py",
+        '        places = wide.argmax(0) if self.op == "max" else wide.argmin(0)',
+        '        places = len(wide) - 1 - wide[::-1].argmax(0) if self.op == "max" else wide.argmin(0)',
+        _PLACES,
+    ),
+    Fault(
+        "epoch ignored: all epochs are in one order",
+        _ORDER,
+        "spawn_key=(epoch,)",
+        "spawn_key=()",
+        _ITEMS,
+    ),
+    Fault(
+        "never shuffled: a shuffled container is in the order of its data",
+        _ORDER,
+        '    if settings["shuffle"] and len(index):',
+        '    if settings["shuffle"] and not len(index):',
+        _ITEMS,
+    ),
+    Fault(
+        "weight of filling: items that fill up a batch count",
+        _DATA,
+        "            yield Batch(items, np.pad(weights, (0, missing)) if missing else weights.copy())",
+        '            yield Batch(items, np.pad(weights, (0, missing), "edge") if missing else weights.copy())',
+        ("padded_batches_are_the_others_filled_up_with_items_of_no_weight",),
+    ),
+    Fault(
+        "lines turned round: `println` writes the last rank's line first",
+        "arraycomm/_println.py",
+        '        line.write("".join(lines))',
+        '        line.write("".join(reversed(lines)))',
+        _LINES,
+    ),
+    Fault(
+        "momentum dampened: a gradient is multiplied by 1 - momentum",
+        "arraycomm/adapters/numpy/_optimizers.py",
+        '        velocity = self.momentum * state["velocity"] + grad',
+        '        velocity = self.momentum * state["velocity"] + (1 - self.momentum) * grad',
+        _OPTIMIZERS,
+    ),
+)
+
+_REDUCED: Final = ("allreduce_is_the_fold_in_rank_order",)
+
+NATIVE: Final = (
+    Fault(
+        "divided by one less: a mean in C is the sum divided by a rank less",
+        "arraycomm/_native/folds.c",
+        "        divide(block, out, out, block->earlier.rows + row + 1);",
+        "        divide(block, out, out, block->earlier.rows + row + !row);",
+        _REDUCED,
+    ),
+    Fault(
+        "own part read too early: a rank folds what its row of the segment had before",
+        "arraycomm/_native/chunks.c",
+        "    rows[chunks->slots.rank] = own;",
+        "    (void)own;",
+        _REDUCED,
+    ),
+    Fault(
+        "last bytes of a chunk: those of a result stay as they were",
+        "arraycomm/_native/chunks.c",
+        "        copy(chunks->large, chunks->out + span.start, folded, span.nbytes);",
+        "        copy(chunks->large, chunks->out + span.start, folded, span.nbytes - 8);",
+        _REDUCED,
+    ),
+    Fault(
+        "digests not compared: headers are alike whatever the ranks called",
+        "arraycomm/_native/slots.c",
+        "        if (memcmp(slot_of(slots, step, rank) + HEADER, own, sizeof(int64_t))) return false;",
+        "        if (!own) return false;",
+        ("disagreement_is_an_error_on_every_rank",),
+    ),
+)
