@@ -95,7 +95,7 @@ class ProgramToken:
         thread = threading.get_native_id()
         if thread not in self._threads:
             self._threads[thread] = threading.current_thread()
-        self.array._replace_with(array)
+        self._replace(array)
         runtime_tokens.current_tokens[self._effect] = Token(self.array)
         if thread in self._errors:
             # A program that has been dispatched may still run: it makes no calls while the error is
@@ -130,7 +130,10 @@ class ProgramToken:
         """Have the next program wait for nothing: what the last one has left is an error."""
         runtime_tokens.current_tokens.pop(self._effect, None)
         if self.array is not None:
-            self.array._replace_with(self._ready)
+            self._replace(self._ready)
+
+    def _replace(self, array: Any) -> None:
+        self.array._replace_with(array)
 
     def orders(self, executable: Any) -> bool:
         """Return whether a program has this effect alone, and is on the device of the array."""

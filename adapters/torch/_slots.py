@@ -122,7 +122,7 @@ class Slot:
     def accumulates(self, parameter: torch.Tensor) -> None:
         """Note that autograd is about to accumulate this rank's part."""
         grad = parameter.grad
-        self._seen = None if grad is None else (grad, grad._version)
+        self._seen = None if grad is None else (grad, _version_of(grad))
 
     def accumulated(self, parameter: torch.Tensor) -> None:
         """Note that autograd has accumulated this rank's part."""
@@ -191,7 +191,7 @@ class Slot:
         """Return the whole reduced gradient, in the memory where the program has seen it."""
         base = self.base_of(sent) if sent is not None else parameter.grad
         if sent is not None and reduced is sent:
-            before = sent._version
+            before = _version_of(sent)
             torch.autograd.graph.increment_version(sent)
             _leave_out(sent, before)
         if base is not None and base.is_inference():
@@ -199,7 +199,7 @@ class Slot:
         target = sent if base is None else base
         if target is None or target is reduced:
             return reduced
-        before = target._version
+        before = _version_of(target)
         target.copy_(reduced) if base is None else target.add_(reduced)
         _leave_out(target, before)
         return target
@@ -261,14 +261,14 @@ def writes_to(grad: torch.Tensor) -> int:
         return 0
     dense = grad.layout is torch.strided
     left_out = _left_out.get(_memory_of(grad), 0) if _left_out and dense else 0
-    return grad._version - left_out
+    return _version_of(grad) - left_out
 
 
 def _leave_out(grad: torch.Tensor, before: int) -> None:
     """Leave writes since `before` out of what `writes_to` returns for others in the same memory."""
     if _is_shared(grad):
         memory = _memory_of(grad)
-        _left_out[memory] = _left_out.get(memory, 0) + grad._version - before
+        _left_out[memory] = _left_out.get(memory, 0) + _version_of(grad) - before
 
 
 # By the address of what torch knows of some memory. Memory of one gradient alone is not here.
@@ -296,6 +296,10 @@ def _is_shared(tensor: torch.Tensor) -> bool:
 def _is_plain(grad: torch.Tensor) -> bool:
     """Return whether a gradient can be reduced at all; see `_check_gradient`."""
     return grad.layout is torch.strided and not grad.requires_grad
+
+
+def _version_of(tensor: torch.Tensor) -> int:
+    return int(tensor._version)
 
 
 # How many objects have some memory. A torch that does not count them has every new gradient copied.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -16,9 +16,6 @@ from arraycomm._collectives.groups import SmallExchange
 from arraycomm._entries import entries
 from arraycomm._messages.matching import PROC_NULL, Wildcard
 from arraycomm._protocol.agreement import Agreement
-
-if TYPE_CHECKING:
-    from arraycomm._communicator import Communicator
 
 Layout = tuple[tuple[int, ...], tuple[bool, ...]]
 
@@ -68,7 +65,7 @@ class Grid(ProcessBound):
 
     _instead = "make one in each process"
 
-    def __init__(self, comm: Communicator, runner: Runner, layout: Layout) -> None:
+    def __init__(self, comm: Any, runner: Runner, layout: Layout) -> None:
         self.comm, self._runner = comm, runner
         self.dims, self.periods = layout
         self.coords = self.coords_of(comm.rank)
@@ -138,7 +135,8 @@ class Grid(ProcessBound):
         comm = self.comm.split(int(np.ravel_multi_index(fixed, self.dims)), self.comm.rank)
         dims = [n for n, kept in zip(self.dims, keep, strict=True) if kept]
         periods = [p for p, kept in zip(self.periods, keep, strict=True) if kept]
-        return comm.grid(dims, periods)
+        made: Grid = comm.grid(dims, periods)
+        return made
 
     def __repr__(self) -> str:
         dims = " × ".join(map(str, self.dims))

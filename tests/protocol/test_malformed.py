@@ -124,7 +124,8 @@ def test_malformed_message_is_a_clear_error(
     def check(comm: Communicator) -> None:
         if comm.rank == 1:
             _spoil(comm, step, words, payload)
-        own = (TypeError,) if name == "raising" else ()
+        # What is malformed may be what another error or another message looks like.
+        own = (TypeError,) if name == "raising" or "message" in name else ()
         with suppress(*ERRORS, *own):
             CALLS[name](comm)
 
