@@ -11,7 +11,7 @@ function keepFocusable(part) {
 window.addEventListener("load", () =>
   setTimeout(() => {
     document.querySelectorAll("pre > code, .md-typeset__scrollwrap, .wide").forEach(keepFocusable)
-    // The buttons of each block are a group; as one landmark beside the other they would hide those of the page.
-    document.querySelectorAll(".md-code__nav").forEach((buttons) => buttons.setAttribute("role", "group"))
+    // Landmarks that a screen reader can tell from one another.
+    document.querySelectorAll(".md-code__nav").forEach((nav, index) => nav.setAttribute("aria-label", `Code ${index + 1}`))
   }, 100)
 )
