@@ -28,8 +28,8 @@ _SIGNALLED: Final = 128
 # Signals by which the job is told to end, and those that are for the programs.
 _ENDING: Final = (signal.SIGTERM, signal.SIGHUP)
 _PASSED_ON: Final = (signal.SIGUSR1, signal.SIGUSR2)
-# What a rank reports of its end stands between these, among what it writes to standard error.
-_OPENS, _CLOSES = b"\x02", b"\x03\n"
+# How begins what a rank's process sends for this one, among what its program prints.
+_OPENS: Final = b"\x02"
 # Seconds that the other ranks have to end by themselves once one has failed: those that waited for
 # it print that it has failed. Then those in which a launcher has forwarded what ranks have printed.
 _GRACE: Final = 1.0
@@ -58,8 +58,6 @@ class Program:
 
     def on_rank(self, mark: str) -> list[str]:
         """Return the words that the launcher starts on each rank."""
-        if self.fault_tolerant and not self.prefix and not self.logs:
-            return list(self.command)
         flags = ("1" if self.prefix else "", self.logs, "" if self.fault_tolerant else "1")
         return [*_BARE_PYTHON, str(_RANK), mark, *flags, *self.command]
 
@@ -172,9 +170,11 @@ class _Job:
         self._hides_ends = hides_ends
         self._ends_together = not program.fault_tolerant
         self._events: _Events = SimpleQueue()
+        out = _Line()
+        err = out if os.path.sameopenfile(1, 2) else _Line()
         self._relays = [
-            _Relay(process.stdout, 1),
-            _ReportingRelay(process.stderr, 2, mark, self._events),
+            _Relay(process.stdout, 1, out, mark, self._events),
+            _Relay(process.stderr, 2, err, mark, self._events),
         ]
         self._failed: dict[int, int] = {}
         self._ended: set[int] = set()
@@ -282,56 +282,70 @@ def _shell_status(status: int) -> int:
     return status if status >= 0 else _SIGNALLED - status
 
 
-class _Relay(threading.Thread):
-    """Writes what a job prints to a descriptor of this process, unless it has been made quiet."""
+class _Line:
+    """The last line of a file or terminal: the rank of which a part is shown, -1 for none."""
 
-    def __init__(self, source: IO[bytes] | None, target: int) -> None:
+    def __init__(self) -> None:
+        self.rank = -1
+        self.lock = threading.Lock()
+
+
+class _Relay(threading.Thread):
+    """Writes what a job prints to a descriptor of this process, unless it has been made quiet.
+
+    Takes out what `rank.py` sends for this process: reports, and pieces of lines. A line of which a
+    part is shown is broken if another rank's comes.
+    """
+
+    def __init__(
+        self, source: IO[bytes] | None, target: int, line: _Line, mark: str, events: _Events
+    ) -> None:
         super().__init__(daemon=True)
-        self._source, self._target = source, target
+        self._source, self._target, self._line, self._events = source, target, line, events
+        sender = re.escape(_OPENS + mark.encode())
+        self._sent = re.compile(sender + rb" (\d+) (?:([+.$])\x03([^\n]*)|(-?\d+)\x03)\n")
+        # The pieces of lines, by rank.
+        self._held: dict[int, list[bytes]] = {}
         self.quiet = False
         self.start()
 
     def run(self) -> None:
         assert self._source is not None
+        rest = b""
         with self._source as source:
             while chunk := os.read(source.fileno(), 1 << 16):
-                self.pass_on(chunk)
+                lines, end, rest = (rest + chunk).rpartition(b"\n")
+                self._pass_on(lines + end)
+        self._write(rest, -1)
 
-    def pass_on(self, data: bytes) -> None:
-        """Write what has come."""
-        while data and not self.quiet:
+    def _pass_on(self, text: bytes) -> None:
+        start = 0
+        for found in self._sent.finditer(text):
+            self._write(text[start : found.start()], -1)
+            start, rank = found.end(), int(found[1])
+            if found[4]:
+                self._events.put(_Report(rank, int(found[4])))
+                continue
+            held = self._held.setdefault(rank, [])
+            held.append(found[3])
+            if found[2] != b"+":
+                self._write(b"".join(held) + b"\n" * (found[2] == b"$"), rank)
+                held.clear()
+        self._write(text[start:], -1)
+
+    def _write(self, data: bytes, rank: int) -> None:
+        if not data or self.quiet:
+            return
+        with self._line.lock:
+            if self._line.rank not in (-1, rank):
+                data = b"\n" + data
+            self._line.rank = -1 if data.endswith(b"\n") else rank
             try:
-                data = data[os.write(self._target, data) :]
+                while data:
+                    data = data[os.write(self._target, data) :]
             except BrokenPipeError:
                 # Nobody reads it any more; the ranks go on.
                 self.quiet = True
-
-
-class _ReportingRelay(_Relay):
-    """Takes the reports of ranks out of what a job prints."""
-
-    def __init__(self, source: IO[bytes] | None, target: int, mark: str, events: _Events) -> None:
-        self._begin = _OPENS + mark.encode()
-        self._report = re.compile(re.escape(self._begin) + rb" (\d+) (-?\d+)" + re.escape(_CLOSES))
-        self._events = events
-        self._rest = b""
-        super().__init__(source, target)
-
-    def run(self) -> None:
-        super().run()
-        super().pass_on(self._rest)
-
-    def pass_on(self, data: bytes) -> None:
-        text = self._rest + data
-        for found in self._report.finditer(text):
-            self._events.put(_Report(int(found[1]), int(found[2])))
-        text = self._report.sub(b"", text)
-        # The beginning of a report, of which the end is still to come.
-        at = text.rfind(_OPENS)
-        held = text[at:] if at >= 0 else b""
-        unfinished = bool(held) and (self._begin.startswith(held) or held.startswith(self._begin))
-        self._rest = held if unfinished else b""
-        super().pass_on(text[:at] if unfinished else text)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Runs the program of one rank, marks or keeps what it prints, and tells the job how it ended.
+"""Runs the program of one rank, passes on its lines, and tells the job how it ended.
 
 A program of its own, started once a rank: it imports nothing but the standard library, and little
 of that. Its arguments are the mark of its reports, whether lines get the rank as a prefix, a
@@ -29,20 +29,33 @@ _LONGEST = 20.0
 _NOT_RUN = 127
 _SIGNALLED = 128
 _CHUNK = 1 << 16
+# Bytes of which a pipe takes all at once: more of them a launcher might mix with other ranks'.
+_WHOLE = select.PIPE_BUF
+# Seconds after which a line is shown that has not ended.
+UNENDED = 0.3
+# What the job does with a piece of a line: keep it, show it, or show it and end the line.
+_HOLD, _SHOW, _END = b"+", b".", b"$"
 _PR_SET_PDEATHSIG = 1
 # Progress bars begin their lines by a carriage return.
 _END_OF_LINE = re.compile(rb"\r?\n|\r(?=[^\n])")
 
 
 class Output:
-    """One stream of the rank: what comes through a pipe goes on to a descriptor of this process."""
+    """One stream of the rank: what comes through a pipe goes on to a descriptor of this process.
 
-    def __init__(self, target: int, prefix: bytes, log: int | None) -> None:
+    It goes on in lines. Those that fit are written as they are. The others go in pieces, which the
+    job puts together: the beginning of a line that is too long, one that is shown though its line
+    has not ended, and the end.
+    """
+
+    def __init__(self, target: int, sender: bytes, prefix: bytes, log: int | None) -> None:
         self.source, self.entrance = os.pipe()
         os.set_blocking(self.source, False)
-        self._target, self._prefix, self._log = target, prefix, log
-        # The parts of a line that has not ended.
-        self._rest: list[bytes] = []
+        self._target, self._sender, self._prefix, self._log = target, sender, prefix, log
+        # The parts of a line that has not ended, when it began, and whether a part of it is shown.
+        self.rest: list[bytes] = []
+        self._since = 0.0
+        self._shown = False
         self.open = True
 
     def relay(self) -> None:
@@ -51,34 +64,69 @@ class Output:
             try:
                 chunk = os.read(self.source, _CHUNK)
             except BlockingIOError:
-                return
+                break
             self.open = bool(chunk)
             self._pass_on(chunk)
+        if self.rest and not self._prefix and time.monotonic() > self._since + UNENDED:
+            self._show_rest()
 
     def finish(self) -> None:
         """Pass on what is left, also a line without an end."""
         self.relay()
-        rest = b"".join(self._rest)
-        if rest:
-            self._write(self._prefix + rest.rstrip(b"\r") + b"\n")
+        if self.rest and self._prefix:
+            self._write_lines(self._prefix + b"".join(self.rest).rstrip(b"\r") + b"\n")
+        elif self.rest:
+            self._show_rest()
 
     def _pass_on(self, chunk: bytes) -> None:
         if self._log is not None:
             os.write(self._log, chunk)
-        if not self._prefix:
-            self._write(chunk)
+        before = self.rest[-1][-1:] if self.rest else b""
+        ended = _END_OF_LINE.search(before + chunk) if self._prefix else b"\n" in chunk
+        if chunk and not self.rest:
+            self._since = time.monotonic()
+        self.rest += [chunk] if chunk else []
+        if not ended:
             return
-        before = self._rest[-1][-1:] if self._rest else b""
-        if not _END_OF_LINE.search(before + chunk):
-            self._rest.append(chunk)
-            return
-        text, start, lines = b"".join([*self._rest, chunk]), 0, list[bytes]()
+        text = b"".join(self.rest)
+        end = text.rfind(b"\n") + 1
+        lines, end = self._prefixed(text) if self._prefix else (text[:end], end)
+        self._write_lines(lines)
+        # Writing may have taken long, in which the program could not go on.
+        self.rest, self._since = [text[end:]] if text[end:] else [], time.monotonic()
+
+    def _prefixed(self, text: bytes) -> tuple[bytes, int]:
+        """Return the lines that have ended, each with its rank, and where the next one begins."""
+        start, lines = 0, list[bytes]()
         for end in _END_OF_LINE.finditer(text):
             line, start = text[start : end.start()], end.end()
             if line or end[0] != b"\r":
                 lines.append(self._prefix + line + b"\n")
-        self._rest = [text[start:]]
-        self._write(b"".join(lines))
+        return b"".join(lines), start
+
+    def _show_rest(self) -> None:
+        self._write_pieces(memoryview(b"".join(self.rest)), _SHOW)
+        self.rest = []
+
+    def _write_lines(self, text: bytes) -> None:
+        start = 0
+        while start < len(text):
+            end = 0 if self._shown else text.rfind(b"\n", start, start + _WHOLE) + 1
+            if end:
+                self._write(text[start:end])
+            else:
+                end = text.index(b"\n", start) + 1
+                self._write_pieces(memoryview(text)[start : end - 1], _END)
+            start = end
+
+    def _write_pieces(self, text: memoryview, last: bytes) -> None:
+        room = _WHOLE - len(self._sender) - 3
+        starts = range(0, max(len(text), 1), room)
+        for start in starts:
+            kind = last if start == starts[-1] else _HOLD
+            piece = bytes(text[start : start + room])
+            self._write(self._sender + kind + b"\x03" + piece + b"\n")
+        self._shown = last == _SHOW
 
     def _write(self, data: bytes) -> None:
         while data:
@@ -124,8 +172,6 @@ class Program:
 
     def wait(self, outputs: list[Output]) -> int:
         """Return how it ended: its status, or a signal's number below zero; pass its output on."""
-        if not outputs:
-            return self._ended(os.waitpid(self._pid, 0)[1])
         ended, written = os.pipe()
         for end in (ended, written):
             os.set_blocking(end, False)
@@ -139,7 +185,8 @@ class Program:
             if pid:
                 break
             sources = [output.source for output in outputs if output.open]
-            select.select([ended, *sources], [], [], 1.0)
+            unended = any(output.rest for output in outputs)
+            select.select([ended, *sources], [], [], UNENDED if unended else 1.0)
             _empty(ended)
         signal.set_wakeup_fd(-1)
         for output in outputs:
@@ -182,7 +229,9 @@ def main(mark: str, prefix: str, logs: str, hold: str, *command: str) -> NoRetur
     if rank != "0":
         # Launchers pass the standard input on to rank 0; what the others have may never end.
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    program_outputs = _outputs(rank, prefix, logs)
+    # Into a pipe Python would write late, and not in lines.
+    os.environ.setdefault("PYTHONUNBUFFERED", "1")
+    program_outputs = _outputs(f"\x02{mark} {rank} ".encode(), rank, prefix, logs)
     program = Program(list(command), program_outputs)
     status = program.wait(program_outputs)
     if not program.told_to_end:
@@ -208,15 +257,13 @@ def _die_by(number: int) -> None:
     os.kill(os.getpid(), number)
 
 
-def _outputs(rank: str, prefix: str, logs: str) -> list[Output]:
-    if not prefix and not logs:
-        return []
+def _outputs(sender: bytes, rank: str, prefix: str, logs: str) -> list[Output]:
     log = None
     if logs:
         path = os.path.join(logs, f"rank-{rank}.log")
         log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o666)
-    mark = f"[{rank}] ".encode() if prefix else b""
-    return [Output(target, mark, log) for target in (1, 2)]
+    begin = f"[{rank}] ".encode() if prefix else b""
+    return [Output(target, sender, begin, log) for target in (1, 2)]
 
 
 if __name__ == "__main__":

@@ -67,6 +67,34 @@ class TestRanks:
         assert sorted(line[:5] for line in out.splitlines()) == ["[0] x", "[1] x"]
         assert {len(line) for line in out.splitlines()} == {300_004}
 
+    def test_lines_of_ranks_that_print_at_once_never_mix(
+        self, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        program = RANK + "[print('abcdef'[rank] * (1 + i * 7919 % 9000)) for i in range(200)]"
+        expected = sorted(letter * (1 + i * 7919 % 9000) for i in range(200) for letter in "abcdef")
+        assert main(["run", "-n", "6", "-c", program]) == 0
+        assert sorted(capfd.readouterr().out.splitlines()) == expected
+
+    def test_line_that_has_not_ended_is_shown_and_broken_by_that_of_another_rank(
+        self, tmp_path: Path
+    ) -> None:
+        program = RANK + (
+            "wait = lambda: [time.sleep(0.01) for _ in iter(lambda: os.path.exists(str(rank)), True)]\n"
+            "if rank == 0: print('a', end='', flush=True)\n"
+            "wait(); print('bc'[rank])"
+        )
+        command = [sys.executable, "-m", "arraycomm", "run", "-n", "2", "-c", program]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=tmp_path) as job:
+            try:
+                assert job.stdout is not None
+                said = job.stdout.read(1)
+                (tmp_path / "1").touch()
+                said += job.stdout.read(3)
+                (tmp_path / "0").touch()
+                assert said + job.stdout.read() == b"a\nc\nb\n"
+            finally:
+                job.kill()
+
     @pytest.mark.parametrize(
         ("failure", "status", "said"),
         [
