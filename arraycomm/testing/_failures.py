@@ -8,14 +8,15 @@ import re
 import sys
 import traceback
 import unittest
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Final, Protocol
 
 from arraycomm._callsite import describe_exception, is_ours
 from arraycomm._errors import CommTimeoutError, CommunicatorClosedError, PeerError
 
-# The `priority` of an error that another rank's failure caused.
+# The `priority` of a skipped test, and of an error that another rank's failure caused.
+_SKIPPED: Final = 2
 CAUSED: Final = 3
 # Attributes of errors, for reports: the rank that raised it, and whether rank 0's report is the one
 # to see.
@@ -34,17 +35,26 @@ class Ended(Protocol):
         """The communicator's last step that went well."""
 
 
-def first_failure(ranks: Sequence[Ended]) -> BaseException | None:
+def first_failure(
+    ranks: Sequence[Ended], expected: Callable[[BaseException], bool] = lambda error: False
+) -> BaseException | None:
     """Return the error that caused the others, or None; its notes say how each rank ended.
 
     Time does not count, so that the same program shows the same error in every run. An error of the
-    rank itself comes first, then a timeout, then a skipped test, then an error that another rank's
-    failure caused. Among these the earlier step counts, then the lower rank.
+    rank itself comes first, then a timeout, then an error that is `expected`, then a skipped test,
+    then an error that another rank's failure caused. Among these the earlier step counts, then the
+    lower rank.
     """
     failed = [rank for rank in ranks if rank.error is not None]
     if not failed:
         return None
-    first = min(failed, key=lambda rank: (priority(rank.error), rank.step, rank.rank))
+
+    def order(rank: Ended) -> tuple[float, int, int]:
+        assert rank.error is not None
+        place: float = priority(rank.error)
+        return (1.5 if place < _SKIPPED and expected(rank.error) else place), rank.step, rank.rank
+
+    first = min(failed, key=order)
     assert first.error is not None
     first.error.add_note(f"raised on rank {first.rank} of {len(ranks)}")
     vars(first.error)[ON_RANK] = f"[rank {first.rank} of {len(ranks)}]"
@@ -76,7 +86,7 @@ def priority(error: BaseException | None) -> int:
     """Return the place of an error among those of several ranks: 0 for one of the rank itself."""
     if any(isinstance(link, (PeerError, CommunicatorClosedError)) for link in _chain(error)):
         return CAUSED
-    return 2 if is_skip(error) else int(isinstance(error, CommTimeoutError))
+    return _SKIPPED if is_skip(error) else int(isinstance(error, CommTimeoutError))
 
 
 def is_skip(error: BaseException | None) -> bool:

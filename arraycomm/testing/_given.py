@@ -148,9 +148,14 @@ class _Given:
         hypothesis_test.__dict__["__wrapped__"] = self.test
         # They share their attributes: settings that a decorator sets on one apply to both.
         run.__dict__ = hypothesis_test.__dict__
-        # Each example has one; read by the pytest plugin.
+        # Each example has limits of its own; both are read by the pytest plugin.
         run.__dict__["has_own_limits"] = True
+        run.__dict__["set_ranks"] = self.set_ranks
         return run
+
+    def set_ranks(self, counts: Sequence[int]) -> None:
+        """Draw the number of ranks from those of pytest's marker, unless `given` has some."""
+        self.ranks = counts if self.ranks is None else self.ranks
 
     def _driver(self) -> Callable[..., Any]:
         """Return the function that Hypothesis calls for each example, with `ranks` for `comm`."""
@@ -165,7 +170,8 @@ class _Given:
         if "comm" not in parameters or "ranks" in parameters:
             raise TypeError(
                 f"given: {self.test.__name__} must have a parameter named comm, which each rank "
-                "gets its communicator in, and none named ranks: that is comm.size"
+                "gets its communicator in, and none named ranks, which is comm.size; got "
+                f"{', '.join(parameters) or 'none'}"
             )
         del parameters["comm"]
         ranks = inspect.Parameter("ranks", inspect.Parameter.KEYWORD_ONLY)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from arraycomm import _session
 from arraycomm._calls.operation import Context
@@ -19,8 +19,16 @@ from arraycomm._errors import CommunicatorClosedError
 from arraycomm._protocol.ends.exit import remove_root
 from arraycomm._protocol.ends.leaving import all_left, all_left_well, leave_in_step
 from arraycomm._protocol.group import Group, Options
+from arraycomm._protocol.task import Task
 from arraycomm._protocol.waits.waiting import give_up_core
 from arraycomm._transports.base import Steps, Transport
+from arraycomm._transports.notes import FAILED, FINISHED
+
+# Seconds after which a rank that waits for the others' last step tells them that it has left: those
+# that wait for its messages do not see its step. And those in which messages still arrive.
+_LEAVES: Final = 1.0
+_ARRIVING: Final = 0.5
+_TAKING: Final = 5.0
 
 
 class EndOfTest(Barrier):
@@ -71,9 +79,14 @@ def is_open(comm: Communicator) -> bool:
     return group_of(comm).closed is None
 
 
+def has_world() -> bool:
+    """Return whether this process has called `init`."""
+    return _session.is_initialized()
+
+
 def world_is_closed() -> bool:
     """Return whether this process has a world that an error has closed."""
-    return _session.is_initialized() and not is_open(_session.world())
+    return has_world() and not is_open(_session.world())
 
 
 def leave_world(text: str) -> LastStep | None:
@@ -112,9 +125,66 @@ def missing_ranks(comm: Communicator) -> list[int]:
     return group_of(comm).control.missing()
 
 
-def unmatched_messages(comm: Communicator) -> int:
-    """Return how many more messages this rank has sent than received, groups included."""
-    return sum(group.unmatched for group in group_of(comm).related)
+def left_behind(comm: Communicator) -> tuple[int, bool, bool, int]:
+    """Return what `Left` says beyond steps: messages, requests, whether it is open, groups."""
+    related = group_of(comm).related
+    sizes = {(group.size, group.control.shared, group.backend) for group in related}
+    return (
+        sum(group.unmatched for group in related),
+        not all(group.engine.idle for group in related),
+        is_open(comm),
+        len(related) if sizes == {(comm.size, True, "mpi")} else 0,
+    )
+
+
+def take_up_rest(comm: Communicator) -> bool:
+    """Receive what a test has left, and give up its receives; collective.
+
+    Return whether nothing is left on this rank.
+    """
+    taken = [_take_up_rest(group) for group in group_of(comm).related]
+    return all(taken)
+
+
+def _take_up_rest(group: Group) -> bool:
+    engine, mpi_comm = group.engine, group.transport.mpi_comm
+    handles = [task.waiting for task in engine._messages] + [engine.interrupted]
+    # A receive of the user's, and then that of MPI, if it has begun.
+    handles = [getattr(handle, "_handle", handle) for handle in handles]
+    engine.give_up_all(CommunicatorClosedError("the test is over"))
+    drained, deadline = drain(mpi_comm), time.monotonic() + _TAKING
+    for handle in handles:
+        if handle in (None, group.control) or handle.done():
+            continue
+        request: Any = getattr(handle, "_request", None)
+        arguments: Any = getattr(handle, "_arguments", ())
+        if request is None or not all(type(number) is int for number in arguments[1:]):
+            return False
+        # Its message has been taken if it sends: it receives.
+        request.Cancel()
+        while not handle.done() and time.monotonic() < deadline:
+            time.sleep(0)
+    return drained and not engine.queue
+
+
+def drain(mpi_comm: Any) -> bool:
+    """Receive the messages that nobody has received; return whether all ranks came; collective.
+
+    Each rank sends a last message to each. Messages do not overtake one another, so those that come
+    before it were left.
+    """
+    from mpi4py import MPI
+
+    largest: Any = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)
+    ranks, last = range(mpi_comm.size), largest - 1
+    sends = [mpi_comm.Isend([bytearray(), MPI.BYTE], rank, last) for rank in ranks]
+    missing, status, deadline = set(ranks), MPI.Status(), time.monotonic() + _TAKING
+    while missing and time.monotonic() < deadline:
+        message = mpi_comm.Improbe(MPI.ANY_SOURCE, MPI.ANY_TAG, status)
+        if message:
+            message.Recv([bytearray(status.Get_count(MPI.BYTE)), MPI.BYTE])
+            missing -= {status.source} if status.tag == last else set()
+    return not missing and MPI.Request.Testall(sends)
 
 
 def announce_exit(comm: Communicator, state: int, text: str) -> None:
@@ -140,32 +210,18 @@ def unseen_error(comm: Communicator) -> BaseException | None:
     return None
 
 
-def end_in_step(comm: Communicator, text: str, seconds: float) -> tuple[bool, bool]:
-    """Take part in one last step of the communicator and its groups, so that no rank hangs.
-
-    Parameters
-    ----------
-    text : str
-        The traceback of what this rank raised; empty if it ended well.
-    seconds : float
-        How long to wait for the other ranks.
-
-    Returns
-    -------
-    in_step : bool
-        Whether every rank came to the last step from a test that went well.
-    clean : bool
-        Whether nothing is outstanding.
-    """
-    return LastStep(comm, text).complete(seconds)
-
-
 class LastStep:
-    """The last step of a communicator and its groups; its beginning ends the others' waits."""
+    """The last step of a communicator and its groups; its beginning ends the others' waits.
+
+    `text` is the traceback of what this rank raised, and empty if it ended well.
+    """
 
     def __init__(self, comm: Communicator, text: str) -> None:
+        self.comm, self._text = comm, text
         self._related = list(group_of(comm).related)
-        self._tasks = []
+        self._tasks: list[Task] = []
+        # Whether the other ranks were told so, after which the communicator is of no use.
+        self._told = False
         for group in self._related:
             group.engine.threaded = False
             if group.closed is None:
@@ -176,24 +232,42 @@ class LastStep:
         for group in self._related:
             group.engine.advance()
 
-    def complete(self, seconds: float) -> tuple[bool, bool]:
-        """Wait for the other ranks; see `end_in_step`."""
-        deadline = time.monotonic() + seconds
-        while not all(group.engine.idle for group in self._related):
+    def complete(self, seconds: float, *, tells: bool = True) -> tuple[bool, bool]:
+        """Wait for the other ranks.
+
+        Return whether every rank came from a test that went well, and whether nothing is
+        outstanding.
+        """
+        now = time.monotonic()
+        # Who waits for it learns of a failure at once.
+        leaves, deadline, together = now, now + seconds, not tells
+        if not self._text:
+            leaves += _LEAVES
+        while now < deadline and not all(group.engine.idle for group in self._related):
             self._advance()
-            if time.monotonic() > deadline:
-                break
             give_up_core()
+            now = time.monotonic()
+            if not together and all(task.finished for task in self._tasks):
+                # All ranks have left: what is still under way ends soon, or never.
+                together, deadline = True, min(deadline, now + _ARRIVING)
+            elif not together and now > leaves:
+                self.tell()
         for task in self._tasks:
             # The group may go on.
             task.outcome.claim()
-        in_step = self._all_left and all(task.result.well for task in self._tasks)
+        in_step = not self._told and self._all_left and all(t.result.well for t in self._tasks)
         clean = all(group.at_rest() for group in self._related)
         return in_step and clean, clean
 
     def together(self, seconds: float) -> bool:
         """Return whether all ranks left in the same step, even if by errors of their own."""
-        return self.complete(seconds)[1] and self._all_left
+        return self.complete(seconds, tells=False)[1] and self._all_left and not self._told
+
+    def tell(self) -> None:
+        """Tell the ranks that wait for a message of this one that none will come."""
+        if not self._told:
+            self._told = True
+            announce_exit(self.comm, FAILED if self._text else FINISHED, self._text)
 
     @property
     def _all_left(self) -> bool:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
+import unittest
 import warnings
 from collections.abc import Iterator
 
+import hypothesis
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, rule
 
 import arraycomm as ac
 from arraycomm.testing import given
@@ -130,6 +135,13 @@ async def test_async(comm) -> None:
     comm.barrier()
 
 
+@pytest.mark.xfail(raises=KeyError)
+def test_another_error_on_one_rank(comm) -> None:
+    if comm.rank == 1:
+        raise TypeError("not expected")
+    raise KeyError
+
+
 @pytest.mark.xfail(raises=KeyError, strict=True)
 def test_expected_to_fail_on_one_rank(comm) -> None:
     if comm.rank == 2:
@@ -224,6 +236,86 @@ def test_law_of_plain_mpi4py(comm, x) -> None:
 def test_message_that_nobody_receives(comm, x) -> None:
     if comm.rank == 0 and x > 5:
         comm.send(None, dest=1, tag=4)
+
+
+@pytest.mark.ranks(2)
+@given(x=st.booleans())
+def test_law_on_ranks_of_the_marker(comm, x) -> None:
+    assert comm.size == 2
+
+
+@hypothesis.given(x=st.booleans())
+def test_examples_of_each_rank(comm, x) -> None:
+    raise AssertionError("it does not run")
+
+
+class TestCase(unittest.TestCase):
+    def test_method_of_a_test_case(self, comm) -> None:
+        raise AssertionError("it does not run")
+
+
+@hypothesis.seed(os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0")))
+class Machine(RuleBasedStateMachine):
+    @rule(size=st.integers(1, 9))
+    def calls(self, size: int) -> None:
+        if LAUNCHED:
+            ac.init().allreduce(np.zeros(size))
+
+
+TestMachine = Machine.TestCase
+
+
+@pytest.fixture
+def fails_on_rank_1() -> None:
+    if os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "1")) == "1":
+        raise OSError("a fixture without comm")
+
+
+def test_fixture_without_comm_fails_on_one_rank(fails_on_rank_1, comm) -> None:
+    comm.barrier()
+
+
+def test_message_is_left(comm) -> None:
+    comm.isend(1, (comm.rank + 1) % comm.size).wait()
+
+
+@only_processes
+def test_request_is_left(comm) -> None:
+    comm.irecv((comm.rank + 1) % comm.size)
+
+
+def test_waits_for_a_message_of_a_rank_that_fails(comm) -> None:
+    if comm.rank == 1:
+        raise ValueError("before it sends")
+    comm.recv(1)
+
+
+@only_processes
+def test_waits_in_the_world_for_a_rank_that_fails() -> None:
+    world = ac.init()
+    if world.rank == 1:
+        raise ValueError("before it sends")
+    world.recv(1)
+
+
+@only_processes
+def test_waits_for_a_message_of_a_rank_that_has_ended(comm) -> None:
+    if comm.rank != 1:
+        comm.recv(1)
+
+
+@only_processes
+def test_communicators_were_given_back() -> None:
+    from mpi4py import MPI
+
+    made = []
+    with contextlib.suppress(MPI.Exception):
+        while len(made) < 2040:
+            made.append(MPI.COMM_SELF.Dup())
+    for comm in made:
+        comm.Free()
+    # MPICH has 2048; kept are those of the world, of the plugin, of laws, and of tests by size.
+    assert len(made) >= 2035
 
 
 def test_last(comm) -> None:

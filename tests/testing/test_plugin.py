@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import subprocess
+import sys
+import time
 from functools import lru_cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from xml.etree import ElementTree as ET
 
 import pytest
 
+from arraycomm.testing.pytest_plugin.selection import without_rank
 from tests.support.launched import ROOT, run_pytest
-from tests.support.launcher import needs_mpiexec, run_python
+from tests.support.launcher import SETTINGS, needs_mpiexec, run_python
 
 SUITE = str(Path(__file__).with_name("plugin_suite.py"))
 # Not by its entry point, which another checkout may have installed.
@@ -39,7 +45,7 @@ class Report:
 
     def section(self, test: str) -> str:
         """Return what the report says about one failed test."""
-        heading = rf"\n_+ (?:ERROR at \w+ of )?{test}(?: \[[^\n]*\])? _+\n"
+        heading = rf"\n_+ (?:ERROR at \w+ of )?(?:\w+\.)?{test}(?: \[[^\n]*\])? _+\n"
         found = re.search(rf"{heading}(.*?)\n(?:_{{3,}} |={{10}})", self.job.stdout, re.DOTALL)
         assert found, self.job.stdout + self.job.stderr
         return found[0]
@@ -73,10 +79,22 @@ FAILED = {
     "test_law_of_plain_mpi4py": ("x=25,", "rank 1 of 2"),
     "test_message_that_nobody_receives": ("x=6,", "rank 1 of 2"),
     "test_law": ("AssertionError: broken law", "rank 1 of 2"),
+    "test_another_error_on_one_rank": ("TypeError: not expected", "rank 1 of 3"),
+    "test_examples_of_each_rank": ("use arraycomm.testing.given", ""),
+    "test_method_of_a_test_case": ("write the test as a function", ""),
+    "test_fixture_without_comm_fails_on_one_rank": ("OSError: a fixture without comm", ""),
+    "test_message_is_left": ("received 3 messages that were sent: call recv()", ""),
+    "test_waits_for_a_message_of_a_rank_that_fails": ("ValueError: before it", "rank 1 of 3"),
+    # Only processes have these.
+    "runTest": ("each rank has drawn examples of its own", ""),
+    "test_request_is_left": ("a request of ranks 0–2 has not ended: call wait()", ""),
+    "test_waits_in_the_world_for_a_rank_that_fails": ("ValueError: before it", "rank 1 of 3"),
+    "test_waits_for_a_message_of_a_rank_that_has_ended": ("PeerError: rank 1 has reached", ""),
 }
 OF_PROCESSES = {
-    *("test_world_is_closed_by_a_failure", "test_law_of_plain_mpi4py"),
-    "test_message_that_nobody_receives",
+    *("test_world_is_closed_by_a_failure", "test_law_of_plain_mpi4py", "runTest"),
+    *("test_message_that_nobody_receives", *(name for name in FAILED if "test_waits_in" in name)),
+    *("test_request_is_left", "test_waits_for_a_message_of_a_rank_that_has_ended"),
 }
 
 
@@ -86,6 +104,8 @@ def test_one_failing_test_fails_alone_and_is_reported_once_with_its_rank(ranks) 
     failed = {*report.outcomes("FAILED"), *report.outcomes("ERROR")}
     assert failed == set(FAILED) - (OF_PROCESSES if ranks is None else set())
     passed = {"test_after_a_failure", "test_usual_count", "test_last", "test_expects_an_error"}
+    passed |= {"test_law_on_ranks_of_the_marker"}
+    passed |= set() if ranks is None else {"test_communicators_were_given_back"}
     assert passed <= set(report.outcomes("PASSED"))
     assert report.outcomes("XFAIL") == ["test_expected_to_fail_on_one_rank"]
     for name in failed:
@@ -93,9 +113,11 @@ def test_one_failing_test_fails_alone_and_is_reported_once_with_its_rank(ranks) 
         said = report.section(name)
         assert error in said
         assert rank in said.splitlines()[1]
-        # It fits a screen.
-        assert len(said.splitlines()) <= 32, name
-        found = re.findall(rf"^_+ (?:ERROR at \w+ of )?{name}\b", report.job.stdout, re.MULTILINE)
+        # It fits a screen, but for what Hypothesis shows of a flaky test.
+        assert len(said.splitlines()) <= 32 or name == "runTest", name
+        found = re.findall(
+            rf"^_+ (?:ERROR at \w+ of )?(?:\w+\.)?{name}\b", report.job.stdout, re.MULTILINE
+        )
         assert len(found) == 1 + ("subtest" in name)
     assert report.job.stdout.count("short test summary info") == 1
 
@@ -412,6 +434,166 @@ def test_rank_stuck_outside_python_ends_the_run_with_its_stack(tmp_path) -> None
     assert "1 failed" in job.stdout
 
 
+ALONE = """
+import os
+from mpi4py import MPI
+
+def test_fails_while_others_are_in_mpi():
+    if MPI.COMM_WORLD.rank == 1:
+        raise ValueError("of one rank")
+    MPI.COMM_WORLD.barrier()
+"""
+
+
+@needs_mpiexec
+@pytest.mark.each_mpi
+def test_failure_of_one_rank_is_shown_if_the_others_are_stuck_in_mpi(tmp_path) -> None:
+    """Rank 0 among them, which has no report any more."""
+    file, junit = tmp_path / "test_alone.py", tmp_path / "junit.xml"
+    file.write_text(ALONE, encoding="utf-8")
+    options = ("--ranks-timeout=2", f"--junitxml={junit}")
+    job = run_pytest(*PLAIN, *options, str(file), ranks=3)
+    assert job.returncode not in (0, None)
+    assert job.stderr.count('raise ValueError("of one rank")') == 1
+    for rank in (0, 2):
+        assert f"rank {rank} is here:" in job.stderr
+    (case,) = ET.parse(junit).iter("testcase")
+    assert [found.get("message") for found in case] == ["[rank 1] ValueError: of one rank"]
+
+
+HOOKS = """
+import os
+
+RANK = os.environ.get("PMI_RANK") or os.environ.get("OMPI_COMM_WORLD_RANK")
+WAY = os.environ["WAY"]
+
+def fail_on_rank_1(way):
+    if RANK == "1" and way == WAY:
+        raise RuntimeError(f"in {way}")
+
+def pytest_configure(): fail_on_rank_1("configure")
+def pytest_sessionstart(): fail_on_rank_1("sessionstart")
+def pytest_runtest_logreport(): fail_on_rank_1("logreport")
+
+fail_on_rank_1("import")
+"""
+WAITS = """
+def test_one(comm): comm.barrier()
+def test_two(comm): comm.recv((comm.rank + 1) % comm.size)
+"""
+
+
+@needs_mpiexec
+@pytest.mark.each_mpi
+@pytest.mark.parametrize(
+    ("way", "plugin", "status"),
+    [
+        ("import", "conftest", 4),
+        # That rank's own is another one, and the launcher's may be that of any, or all their bits.
+        ("import", "plugin", None),
+        ("sessionstart", "conftest", 3),
+        ("logreport", "plugin", 3),
+    ],
+)
+def test_error_of_a_plugin_on_one_rank_ends_all(way, plugin, status, tmp_path, monkeypatch) -> None:
+    (tmp_path / "test_waits.py").write_text(WAITS, encoding="utf-8")
+    (tmp_path / f"{plugin}.py").write_text(HOOKS, encoding="utf-8")
+    monkeypatch.setenv("WAY", way)
+    command = ["-m", "pytest", *ELSEWHERE, "-p", "no:cacheprovider", "-p", "no:hypothesispytest"]
+    command += ["-p", "plugin"] if plugin == "plugin" else []
+    job = run_python(*command, "test_waits.py", ranks=3, cwd=tmp_path)
+    assert job.returncode == status or (status is None and job.returncode), job.stdout + job.stderr
+    assert f"in {way}" in job.stdout + job.stderr
+
+
+ENDS = """
+import os
+
+def test_before(comm): pass
+def test_exits(comm):
+    comm.barrier()
+    os._exit(0)
+def test_fails(comm): assert comm.size == 99
+"""
+
+
+@needs_mpiexec
+@pytest.mark.each_mpi
+@pytest.mark.parametrize("per", [None, "file", "test"])
+def test_job_that_ends_takes_nothing_else_with_it(per, tmp_path) -> None:
+    """Each file, or each test, in a job of its own; a job that says nothing has not ended well."""
+    (tmp_path / "test_ends.py").write_text(ENDS, encoding="utf-8")
+    (tmp_path / "test_other.py").write_text("def test_other(comm): pass", encoding="utf-8")
+    options = [] if per is None else [f"--mpiexec-per={per}", f"--junitxml={tmp_path}/junit.xml"]
+    files = [f"{tmp_path}/test_ends.py", f"{tmp_path}/test_other.py"]
+    job = run_pytest(*PLAIN, "--mpiexec=2", *options, *files[: 1 if per is None else 2])
+    assert job.returncode == 1, job.stdout + job.stderr
+    if per is None:
+        return
+    assert "2 failed, 2 passed" in job.stdout
+    assert job.stdout.count("the job ended with status 1 in this test:") == 1
+    cases = {
+        case.get("name"): [found.tag for found in case]
+        for case in ET.parse(tmp_path / "junit.xml").iter("testcase")
+    }
+    failure = ["failure"]
+    assert cases == {
+        "test_before": [],
+        "test_exits": failure,
+        "test_fails": failure,
+        "test_other": [],
+    }
+
+
+WAITING = """
+import os, time
+
+def test_fails(comm): assert comm.size == 99, "before the signal"
+def test_waits(comm):
+    open(f"{os.path.dirname(__file__)}/pid-{comm.rank}-{os.getpid()}", "w").close()
+    if comm.rank:
+        comm.barrier()
+    time.sleep(300)
+"""
+
+
+@needs_mpiexec
+@pytest.mark.each_mpi
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_ends_the_ranks_and_loses_no_failure(number, tmp_path) -> None:
+    file = tmp_path / "test_waiting.py"
+    file.write_text(WAITING, encoding="utf-8")
+    command = [sys.executable, "-m", "pytest", *PLAIN, "-p", "no:cacheprovider", "--mpiexec=2"]
+    with (
+        (tmp_path / "out").open("w") as out,
+        subprocess.Popen(
+            [*command, str(file)], cwd=ROOT, env=os.environ | SETTINGS, stdout=out, stderr=out
+        ) as job,
+    ):
+        deadline = time.monotonic() + 100
+        while len(pids := [int(path.name.split("-")[2]) for path in tmp_path.glob("pid-*")]) < 2:
+            assert time.monotonic() < deadline, (tmp_path / "out").read_text()
+            time.sleep(0.1)
+        job.send_signal(number)
+        status = job.wait(100)
+    assert status == (2 if number == signal.SIGINT else 128 + signal.SIGTERM)
+    while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    # What prints it after SIGTERM is a process of its own.
+    while "before the signal" not in (tmp_path / "out").read_text():
+        assert time.monotonic() < deadline, (tmp_path / "out").read_text()
+        time.sleep(0.1)
+
+
+def test_names_with_the_rank_are_those_of_rank_0() -> None:
+    names = ["a.py::test_x[1] [Rank 1]", "a.py::test_rank1", "a.py::test_y[Rank 1]"]
+    items = {name: SimpleNamespace(nodeid=name, _nodeid=name) for name in names}
+    found = without_rank(items, 1)
+    assert list(found) == ["a.py::test_x[1] [Rank 0]", "a.py::test_rank1", "a.py::test_y[Rank 0]"]
+    assert [item._nodeid for item in items.values()] == list(found)
+
+
 REFUSED = """
 import os
 import pytest
@@ -419,15 +601,23 @@ import pytest
 print(pytest.main(["-p", "no:arraycomm", "-p", "arraycomm_pytest", "--ranks=0"]))
 os.environ["PMI_SIZE"] = "2"
 print(pytest.main(["-p", "no:arraycomm", "-p", "arraycomm_pytest", "-n", "2"]))
+
+class Reruns:
+    def pytest_addoption(self, parser):
+        parser.addoption("--reruns", type=int)
+
+arguments = ["-p", "no:arraycomm", "-p", "arraycomm_pytest", "--reruns=2"]
+print(pytest.main(arguments, plugins=[Reruns()]))
 """
 
 
 def test_what_cannot_be_is_refused(tmp_path) -> None:
     pytest.importorskip("xdist")
     job = run_python("-c", REFUSED, cwd=tmp_path)
-    assert job.stdout.split() == 2 * [str(pytest.ExitCode.USAGE_ERROR)]
+    assert job.stdout.split() == 3 * [str(pytest.ExitCode.USAGE_ERROR)]
     assert "--ranks must be at least 1; got 0" in job.stderr
     assert "pytest-xdist cannot be used under mpiexec" in job.stderr
+    assert "--reruns cannot be used under mpiexec" in job.stderr
 
 
 COVERED = """

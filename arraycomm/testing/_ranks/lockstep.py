@@ -24,11 +24,11 @@ from arraycomm.testing._example import Draw, Example, Part, Test, play
 from arraycomm.testing._failures import FOUND_BY_RANK_0, pack, unpack
 from arraycomm.testing._hypothesis import Record, deterministic_PRNG, uncaptured
 from arraycomm.testing._internals import (
+    LastStep,
     communicator_over,
     completed_step,
-    end_in_step,
+    left_behind,
     missing_ranks,
-    unmatched_messages,
 )
 from arraycomm.testing._ranks.interrupt import Interruptible, Interruption
 from arraycomm.testing._ranks.rank_links import Left, RankLinks
@@ -152,9 +152,9 @@ class Lockstep:
             # The other ranks that wait are to time out as well, and show where they wait.
             time.sleep(min(example.timeout, _TOGETHER))
         text = "" if part.error is None else describe_exception(part.error)
-        in_step, clean = end_in_step(comm, text, _ENDING)
+        in_step, clean = LastStep(comm, text).complete(_ENDING)
         error = None if part.error is None else pack(part.error)
-        left = Left(in_step, clean, unmatched_messages(comm))
+        left = Left(in_step, clean, *left_behind(comm))
         local = Ended(part.record, error, part.step, left)
         ended = self._exchange(local, example)
         self._ended()

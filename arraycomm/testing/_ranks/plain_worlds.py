@@ -19,7 +19,7 @@ from arraycomm._errors import MismatchError
 from arraycomm._transports.base import Transport
 from arraycomm.testing._example import Draw, Example, Part, Test
 from arraycomm.testing._hypothesis import uncaptured
-from arraycomm.testing._internals import end_test
+from arraycomm.testing._internals import drain, end_test
 from arraycomm.testing._ranks.lockstep import Ended, Lockstep
 
 # Seconds after which a rank that failed shows its error, since the others are stuck in MPI.
@@ -55,8 +55,10 @@ class PlainLockstep(Lockstep):
     def _let_go(self, comm: Communicator | None, size: int, ended: list[Ended]) -> None:
         super()._let_go(comm, size, ended)
         if size not in self._links:
-            # Not freed: a rank may still have something under way there.
-            del self._plain[size]
+            plain = self._plain.pop(size)
+            if comm is not None and drain(plain):
+                # MPI keeps it for as long as a request of the test is under way there.
+                plain.Free()
 
     def _take_part(
         self, example: Example, test: Test, draw: Draw | None

@@ -2,7 +2,8 @@
 
 Most launchers end all ranks at once if one dies, so that none of them can say it. Rank 0 starts
 this process, which imports only the standard library, writes down the tests that it is to run and
-each report, and writes "end" into the standard input when the run is over.
+each report, and writes "end" into the standard input when the run is over. Each rank writes down
+its own failure at once, and where it is if it is stuck: the ranks may not come to agree on them.
 """
 
 from __future__ import annotations
@@ -52,20 +53,48 @@ def what_was_found(directory: Path, why: str) -> list[str]:
         lines = (directory / REPORTS).read_text("utf-8").splitlines()
     except OSError:
         return []
-    reports = [report for report in map(_parsed, lines) if report]
+    reports = [report for report in map(_parsed, lines) if report and report["rank"] is None]
     tests = {report["nodeid"]: report for report in reports if report["when"] == "call"}
     # What has failed before or after it counts for the test.
     tests |= {report["nodeid"]: report for report in reports if report["outcome"] != "passed"}
     failed = [test for test in tests.values() if test["outcome"] == "failed"]
     rest = [name for name in plan["tests"] if name not in tests]
+    crash, text = unagreed(directory, rest[0]) if rest else ("", "")
+    if text:
+        ended = {"nodeid": rest.pop(0), "outcome": "failed", "crash": crash or why}
+        tests[ended["nodeid"]] = ended | {"text": text, "seconds": 0.0}
+        failed.append(tests[ended["nodeid"]])
     if plan["junit"]:
-        _write_junit(Path(plan["junit"]), list(tests.values()), rest, why)
+        died_in, never = ([], rest) if text else (rest[:1], rest[1:])
+        _write_junit(Path(plan["junit"]), list(tests.values()), died_in, never, why)
     found = [f"\n____ {test['nodeid']} ____\n{test['text']}\n" for test in failed]
     counts = f"{len(tests) - len(failed)} passed or skipped, {len(failed)} failed, "
     counts += f"{len(rest)} not run or not ended"
     names = [f"  {name}\n" for name in rest[:_NAMED]]
     more = [f"  and {len(rest) - _NAMED} more\n"] if len(rest) > _NAMED else []
     return [*found, f"\narraycomm: the job ended before the run: {counts}:\n", *names, *more]
+
+
+def unagreed(directory: Path, test: str) -> tuple[str, str]:
+    """Return what failed on single ranks in the test that runs: a line of the first, and all."""
+    try:
+        lines = (directory / REPORTS).read_text("utf-8").splitlines()
+    except OSError:
+        return "", ""
+    own = [found for found in map(_parsed, lines) if found.get("nodeid") == test]
+    own = sorted((f for f in own if f["rank"] is not None), key=lambda f: (f["order"], f["rank"]))
+    # Errors of the rank itself, before those that what it waited for has caused.
+    first = [found for found in own if found["order"][0] == 0]
+    texts = [f"rank {found['rank']} failed:\n{found['text']}" for found in own]
+    here = [f"rank {rank} is here:\n{stack}" for rank, stack in stacks(directory).items()]
+    texts[len(first) : len(first)] = here
+    return (f"[rank {first[0]['rank']}] {first[0]['crash']}" if first else ""), "\n".join(texts)
+
+
+def stacks(directory: Path) -> dict[int, str]:
+    """Return the stacks of the ranks that are stuck."""
+    found = sorted(directory.glob("stuck-*"))
+    return {int(path.name.split("-")[1]): path.read_text("utf-8") for path in found}
 
 
 def _parsed(line: str) -> dict[str, Any]:
@@ -77,8 +106,10 @@ def _parsed(line: str) -> dict[str, Any]:
         return {}
 
 
-def _write_junit(path: Path, tests: list[dict[str, Any]], rest: list[str], why: str) -> None:
-    """Write a case for each test; the first of the `rest` is the one in which the job ended."""
+def _write_junit(
+    path: Path, tests: list[dict[str, Any]], died_in: list[str], never: list[str], why: str
+) -> None:
+    """Write a case for each test: those that ended, the one in which the job did, and the rest."""
     kinds = {"failed": "failure", "skipped": "skipped"}
     cases = [
         _case(
@@ -90,8 +121,8 @@ def _write_junit(path: Path, tests: list[dict[str, Any]], rest: list[str], why: 
         )
         for test in tests
     ]
-    cases += [_case(name, "error", why, why) for name in rest[:1]]
-    cases += [_case(name, "skipped", "not run", "") for name in rest[1:]]
+    cases += [_case(name, "error", why, why) for name in died_in]
+    cases += [_case(name, "skipped", "not run", "") for name in never]
     numbers = (
         len(cases),
         *(sum(f"<{kind} " in case for case in cases) for kind in ("failure", "error", "skipped")),
@@ -116,9 +147,12 @@ def main(directory: Path, near: dict[int, tuple[int, int]]) -> None:
     dead = wait_for_death({handle: rank for rank, (_, handle) in near.items()})
     if not dead:
         return
+    # If ranks were stuck, one of them has ended all.
+    stuck = list(stacks(directory))
     lines = [
-        f"\narraycomm: rank {rank} (process {near[rank][0]}) died in {note}\n"
-        for rank, note in zip(dead, notes_of(directory, dead), strict=True)
+        f"\narraycomm: rank {rank} (process {near[rank][0]}) "
+        f"{'is stuck outside Python' if stuck else 'died'} in {note}\n"
+        for rank, note in zip(stuck or dead, notes_of(directory, stuck or dead), strict=True)
     ]
     sys.stderr.write("".join([*lines, *what_was_found(directory, "".join(lines).strip())]))
     sys.stderr.flush()

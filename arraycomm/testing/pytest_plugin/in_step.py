@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, NoReturn
 
 import pytest
@@ -25,14 +27,17 @@ from arraycomm.testing._internals import (
     LastStep,
     completed_step,
     end_test,
+    has_world,
     is_open,
     leave_world,
+    left_behind,
     renew_world,
     revive_world,
+    take_up_rest,
     world_is_closed,
 )
 from arraycomm.testing._ranks.interrupt import Interruption
-from arraycomm.testing._ranks.rank_links import Left
+from arraycomm.testing._ranks.rank_links import Left, can_take_up, fault_of
 from arraycomm.testing._ranks.threads import SLACK
 from arraycomm.testing.pytest_plugin import counts
 from arraycomm.testing.pytest_plugin.job import END_OF_RUN, EndOfRun, Job, RunEndedError
@@ -48,7 +53,13 @@ from arraycomm.testing.pytest_plugin.outcomes import (
 )
 from arraycomm.testing.pytest_plugin.progress import Progress
 from arraycomm.testing.pytest_plugin.quiet import be_quiet, leave_terminal, share_directories
-from arraycomm.testing.pytest_plugin.selection import Collected, difference, digest_of, names_of
+from arraycomm.testing.pytest_plugin.selection import (
+    Collected,
+    difference,
+    digest_of,
+    names_of,
+    without_rank,
+)
 from arraycomm.testing.pytest_plugin.warned import Warned
 from arraycomm_pytest import fixtures_of, takes_comm
 
@@ -56,6 +67,7 @@ from arraycomm_pytest import fixtures_of, takes_comm
 _TOGETHER: Final = 1.0
 # Seconds in which the ranks come to the last step of a communicator if one of them is late.
 _ENDING: Final = 5.0
+_USAGE, _INTERNAL = pytest.ExitCode.USAGE_ERROR, pytest.ExitCode.INTERNAL_ERROR
 # Seconds that a rank waits for rank 0 to end a job whose tests cannot go on.
 _ABORTED: Final = 60.0
 
@@ -74,6 +86,8 @@ class _Test:
         # Whether a fixture takes the communicator, which it may use at its end.
         self.has_fixtures = any("comm" in found[-1].argnames for found in definitions)
         self.comm: Communicator | None = None
+        # Opens it, on the ranks that run the test.
+        self.opens: Callable[[], Communicator] | None = None
         self.last: LastStep | None = None
         # The last step of the world, which a failure on this rank ends.
         self.world: LastStep | None = None
@@ -88,7 +102,12 @@ class _Test:
         """Let the other ranks know that this one makes no more calls."""
         if error is not None and self.world is None and not is_skip(error):
             self.world = leave_world(describe_exception(error))
-        if self.comm is None or self.last is not None:
+        if self.last is not None or self.size == 0:
+            return
+        if self.comm is None and error is not None and self.opens is not None:
+            # The others wait for it in the test, to which this rank does not come.
+            self.comm = self.opens()
+        if self.comm is None:
             return
         if isinstance(error, CommTimeoutError):
             self.is_late = True
@@ -107,13 +126,24 @@ class Ended:
     world_closed: bool
 
 
+def _within_limit(when: str) -> Any:
+    """Return the hook of a phase of the test, which it holds to the limit."""
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def phase(self: InStep, item: pytest.Item) -> Phase:
+        __tracebackhide__ = True
+        return (yield from self.limited(item, when))
+
+    return phase
+
+
 class InStep:
     """The part of the plugin that runs tests on the ranks of a job."""
 
     def __init__(self, config: pytest.Config, job: Job) -> None:
         self._config = config
         self._job = job
-        self.size = job.size
+        self.rank, self.size = job.rank, job.size
         self._usual = config.getoption("ranks") or job.size
         if self._usual > job.size:
             raise pytest.UsageError(
@@ -132,6 +162,8 @@ class InStep:
         config.pluginmanager.register(self._warned, "arraycomm-warnings")
         # What has ended the run on this rank before its time.
         self._why = ""
+        # Whether the others know that it has ended.
+        self._told = False
         # Why the tests cannot go on: a rank is stuck outside Python.
         self._stuck = False
 
@@ -143,7 +175,10 @@ class InStep:
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionstart(self) -> None:
         """Begin to watch the ranks."""
-        self._progress = Progress(self._job)
+        try:
+            self._progress = Progress(self._job)
+        except RunEndedError as error:
+            pytest.exit(f"the run ends: {error}", error.status)
         self._limit = Limit(self._progress.tell_stuck, self._progress.is_stuck)
 
     # Collection
@@ -166,7 +201,7 @@ class InStep:
         try:
             return (yield)
         except BaseException as error:
-            if not self._collected:
+            if not (self._collected or self._job.over):
                 self._exchange("collection", Collected(b"", {}, None, end=str(error)))
             if self._job.rank and isinstance(error, pytest.UsageError):
                 # pytest would write it on each rank, and not by its terminal.
@@ -186,8 +221,9 @@ class InStep:
         self._end_if_one_ends(replies)
         common = set(before)
         if self._report_errors(replies) or len({reply.digest for reply in replies}) > 1:
+            before = without_rank(before, self.rank)
             everyones = self._exchange("what was collected", list(before))
-            if not self._errors:
+            if not self._errors and len({*map(frozenset, everyones)}) > 1:
                 self._refuse(difference(everyones))
             common = set.intersection(*map(set, everyones))
         assert replies[0].chosen is not None
@@ -245,22 +281,28 @@ class InStep:
                 f"comm: name it among the arguments of {request.node.name}; a test cannot ask for "
                 "it by getfixturevalue, since the other ranks have to know of it before"
             )
-        test.comm = self._job.open(test.size, test.timeout)
+        assert test.opens is not None
+        test.comm = test.opens()
         yield test.comm
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: Any, nextitem: pytest.Item | None) -> bool:
         """Run a test on its ranks, and report it; the other ranks take part in the report alone."""
         size = self._size_of(item)
-        if size and self._job.link(size) is None:
-            item.setup = item.runtest = _nothing
         self._test = test = _Test(item, size)
+        if size:
+            if size not in self._job.links:
+                self._exchange(f"the start of {item.nodeid}", size)
+            if self._job.links.of(size) is None:
+                item.setup = item.runtest = _nothing
+            else:
+                test.opens = partial(self._job.open, size, test.timeout)
         item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
         runtestprotocol(item, log=False, nextitem=nextitem)
-        for report in self._agreed_reports(test):
+        reports, self._test = self._agreed_reports(test), None
+        for report in reports:
             item.ihook.pytest_runtest_logreport(report=report)
         item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
-        self._test = None
         return True
 
     def _size_of(self, item: Any) -> int:
@@ -273,25 +315,12 @@ class InStep:
         # What the job does not have is skipped, and needs no communicator.
         return 0 if size > self.size else size
 
-    @pytest.hookimpl(wrapper=True, tryfirst=True)
-    def pytest_runtest_setup(self, item: pytest.Item) -> Phase:
-        """Make the fixtures within the limit."""
-        __tracebackhide__ = True
-        return (yield from self._limited(item, "setup"))
+    pytest_runtest_setup = _within_limit("setup")
+    pytest_runtest_call = _within_limit("call")
+    pytest_runtest_teardown = _within_limit("teardown")
 
-    @pytest.hookimpl(wrapper=True, tryfirst=True)
-    def pytest_runtest_call(self, item: pytest.Item) -> Phase:
-        """Run the test within the limit."""
-        __tracebackhide__ = True
-        return (yield from self._limited(item, "call"))
-
-    @pytest.hookimpl(wrapper=True, tryfirst=True)
-    def pytest_runtest_teardown(self, item: pytest.Item) -> Phase:
-        """Unmake the fixtures within the limit."""
-        __tracebackhide__ = True
-        return (yield from self._limited(item, "teardown"))
-
-    def _limited(self, item: Any, when: str) -> Phase:
+    def limited(self, item: Any, when: str) -> Phase:
+        """Run a phase, and let the others know if it fails."""
         __tracebackhide__ = True
         test = self._test
         assert test is not None
@@ -302,7 +331,10 @@ class InStep:
         try:
             try:
                 result = yield
-                if when == "call":
+                # unittest does not raise what a method has raised.
+                if caught := getattr(item, "_excinfo", None):
+                    self._end_by_error(test, caught[0].value)
+                elif when == "call":
                     self._end_in_step(test)
             finally:
                 self._limit.end_inside()
@@ -315,10 +347,19 @@ class InStep:
             test.end_communication(error)
             raise error.with_traceback(interruption.__traceback__) from None
         except BaseException as raised:
-            trim(raised)
-            test.end_communication(raised)
+            self._end_by_error(test, raised)
             raise
         return result
+
+    def _end_by_error(self, test: _Test, raised: BaseException) -> None:
+        trim(raised)
+        if has_world() and _draws_alone(test.item):
+            raised.add_note(
+                "each rank has drawn examples of its own, which only a test that does not "
+                "communicate may do: arraycomm.testing.given draws for all ranks; in place of a "
+                "state machine, choose the steps in such a test, by its st.data()"
+            )
+        test.end_communication(raised)
 
     def _end_in_step(self, test: _Test) -> None:
         """Hold a test that has passed here to what it does on the other ranks."""
@@ -345,8 +386,11 @@ class InStep:
         # Inside a phase it is the report of a part of it.
         if test is not None and not self._limit.is_inside:
             step = 0 if test.comm is None else completed_step(test.comm)
+            outcome = outcome_of(item, self._job.rank, report, call.excinfo, step)
             test.reports.append(report)
-            test.outcomes.append(outcome_of(item, self._job.rank, report, call.excinfo, step))
+            test.outcomes.append(outcome)
+            if report.failed:
+                self._progress.report(report, outcome.order)
         return report
 
     @pytest.hookimpl(tryfirst=True)
@@ -361,7 +405,12 @@ class InStep:
 
     def _agreed_reports(self, test: _Test) -> list[pytest.TestReport]:
         """Return the reports of a test, which are the same on every rank."""
+        # Who waits for this rank in the world does not see that it has failed.
+        tells = threading.Timer(_TOGETHER, test.world.tell if test.world else _nothing)
         try:
+            if test.world is not None:
+                tells.start()
+            self._limit.wait()
             left = self._leave(test)
             closed = test.world is not None or world_is_closed()
             ended = Ended(test.outcomes, test.parts, left, closed)
@@ -369,15 +418,16 @@ class InStep:
         except GaveUp:
             return self._give_up(test)
         finally:
+            tells.cancel()
             self._limit.end()
         self._start_anew(test, everyone)
         parts = [ended.parts for ended in everyone]
-        return [
-            *parts_of_others(self._config, self._job.rank, parts),
-            *merged(
-                self._config, self._job.rank, test.reports, [e.outcomes for e in everyone], parts
-            ),
-        ]
+        outcomes = [ended.outcomes for ended in everyone]
+        reports = merged(self._config, self._job.rank, test.reports, outcomes, parts)
+        fault = fault_of([ended.left for ended in everyone[: test.size]])
+        if fault and all(report.passed for report in reports):
+            reports[-1].outcome, reports[-1].longrepr = "failed", fault
+        return [*parts_of_others(self._config, self._job.rank, parts), *reports]
 
     def _leave(self, test: _Test) -> Left:
         if test.comm is None:
@@ -385,35 +435,42 @@ class InStep:
         test.end_communication(None)
         assert test.last is not None
         # The others come when they have ended the test, or its limit has.
-        return self._job.leave(test.comm, test.last, _ENDING if test.is_late else test.timeout)
+        in_step, clean = test.last.complete(_ENDING if test.is_late else test.timeout)
+        return Left(in_step, clean, *left_behind(test.comm))
 
     def _start_anew(self, test: _Test, everyone: list[Ended]) -> None:
         """Free the test's communicator, and replace what it has left closed."""
         if test.size:
-            self._job.let_go(test.comm, test.size, [ended.left for ended in everyone])
+            self._job.links.let_go(test.comm, test.size, [ended.left for ended in everyone])
         if any(ended.world_closed for ended in everyone):
             world = test.world or leave_world("")
             together = world is not None and world.together(_ENDING)
             clean = world is None or world.complete(_ENDING)[1]
-            replies = self._exchange("the end of the world", (together, clean))
-            if all(together for together, _ in replies):
+            groups = 0 if world is None else left_behind(world.comm)[-1]
+            replies = self._exchange("the end of the world", (together, clean, groups))
+            togethers, cleans, counts_of_groups = zip(*replies, strict=True)
+            if all(togethers):
                 # All have failed in one place: what a module has made of the world lives on.
                 revive_world()
             else:
-                renew_world(free=all(clean for _, clean in replies))
+                free = all(cleans)
+                if not free and world is not None and can_take_up(counts_of_groups):
+                    free = all(self._exchange("a world", take_up_rest(world.comm)))
+                renew_world(free=free)
 
     def _give_up(self, test: _Test) -> list[pytest.TestReport]:
         """Report a test that does not end on some rank, and end the run."""
+        self._limit.end()
         self._stuck = True
-        stacks = self._progress.stacks()
-        ranks = sorted(stacks)
+        time.sleep(_TOGETHER)
+        ranks, crash, text = self._progress.stuck(test.item.nodeid)
         who = ranks_text(ranks) if ranks else "another rank"
         report = next(r for r in reversed(test.reports) if r.when != "teardown")
         report.outcome = "failed"
-        shown = "\n".join(f"rank {rank} is here:\n{stack}" for rank, stack in stacks.items())
         report.longrepr = (
-            f"{who} did not end the test within {test.timeout:g} s, and cannot be interrupted "
-            f"outside Python; the other ranks wait for it, and the run ends.\n{shown}"
+            f"{crash}{'; ' if crash else ''}{who} did not end the test within {test.timeout:g} s, "
+            "and cannot be interrupted outside Python; the other ranks wait for it, and the run "
+            f"ends.\n{text}"
         )
         own = next(outcome for outcome in reversed(test.outcomes) if outcome.when == report.when)
         report.sections.append((f"rank {self._job.rank}", own.text))
@@ -434,16 +491,41 @@ class InStep:
         """Keep why this rank ends the run, for the others."""
         self._why = excinfo.exconly(tryshort=True).removeprefix("_pytest.outcomes.")
 
+    def pytest_internalerror(self, excrepr: Any, excinfo: pytest.ExceptionInfo[Any]) -> None:
+        """Show what has ended the run of this rank, whose own terminal nobody sees."""
+        self._why = excinfo.exconly(tryshort=True)
+        if self._job.rank and self._progress is not None:
+            self._progress.say(f"INTERNALERROR of pytest on rank {self._job.rank}:\n{excrepr}")
+
+    def _tell_end(self, status: int) -> int:
+        """Tell the other ranks, once, how this one ends its run; return the status of all."""
+        if self._told or self._job.over or self._stuck:
+            return status
+        self._told = True
+        if self._why:
+            self._leave_run()
+        end = EndOfRun(status, self._why, self._warned.of_this_rank())
+        with suppress(RunEndedError):
+            ends: list[EndOfRun] = self._job.exchange(END_OF_RUN, end)
+            self._warned.show([other.warnings for other in ends])
+            status = max(other.status for other in ends)
+        return status
+
+    def _leave_run(self) -> None:
+        """End the waits of ranks that are in the same test, or already in the next one."""
+        if self._test is not None:
+            self._test.end_communication(RuntimeError(self._why))
+            lasts = [self._test.last, self._test.world]
+        else:
+            lasts = [*self._job.leave(self._why), leave_world(self._why)]
+        for last in filter(None, lasts):
+            last.complete(2 * _TOGETHER)
+
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> Phase:
         """End with the same status on every rank; rank 0 gets the warnings of the others."""
         self._progress.note("the end of the run")
-        if not (self._job.over or self._stuck):
-            end = EndOfRun(int(exitstatus), self._why, self._warned.of_this_rank())
-            with suppress(RunEndedError):
-                ends: list[EndOfRun] = self._job.exchange(END_OF_RUN, end)
-                session.exitstatus = max(other.status for other in ends)
-                self._warned.show([other.warnings for other in ends])
+        session.exitstatus = self._tell_end(int(exitstatus))
         return (yield)
 
     @pytest.hookimpl(trylast=True)
@@ -451,7 +533,12 @@ class InStep:
         """Leave once rank 0 has written all: some launchers end it when another rank has left."""
         if self._stuck:
             self._abort()
-        if not self._job.over:
+        # In place of the end of the session if this has not begun.
+        error = sys.exc_info()[1]
+        self._why = self._why or ("" if error is None else f"{type(error).__name__}: {error}")
+        usage = isinstance(error, pytest.UsageError)
+        self._tell_end(int(_USAGE if usage else _INTERNAL) if self._why else 0)
+        with suppress(RunEndedError):
             self._job.exchange("the end of pytest", None)
         if self._progress is not None:
             self._progress.end()
@@ -463,6 +550,14 @@ class InStep:
         sys.stderr.flush()
         self._progress.end()
         self._job.abort()
+
+
+def _draws_alone(item: Any) -> bool:
+    """Return whether Hypothesis draws for this rank alone, as `hypothesis.given` does."""
+    function = getattr(item, "obj", None)
+    return bool(
+        getattr(function, "is_hypothesis_test", False) and not hasattr(function, "set_ranks")
+    )
 
 
 def _nothing() -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -16,10 +15,9 @@ from arraycomm._communicator import Communicator
 from arraycomm._errors import PeerError
 from arraycomm._launch import Launch
 from arraycomm._mpi_start import mpi_transport, refuse_other_launcher
-from arraycomm._protocol.ends.meeting import seconds_of
-from arraycomm._transports.base import Transport
-from arraycomm.testing._internals import LastStep, communicator_over, unmatched_messages
-from arraycomm.testing._ranks.rank_links import Left, RankLinks
+from arraycomm._protocol.ends.meeting import meet
+from arraycomm.testing._internals import LastStep, communicator_over
+from arraycomm.testing._ranks.rank_links import RankLinks
 from arraycomm.testing.pytest_plugin.warned import Recorded
 
 # What a rank tells that ends its run, with an `EndOfRun`.
@@ -47,11 +45,13 @@ class RunEndedError(Exception):
 class Job:
     """This process's part in the ranks that run pytest in step."""
 
-    def __init__(self, launch: Launch) -> None:
-        mpi_transport(seconds_of(None))
+    def __init__(self, launch: Launch, seconds: float) -> None:
+        """Meet the other ranks; raise, or end this process, if one has not come in time."""
+        mpi_transport(seconds)
         refuse_other_launcher(launch)
         from mpi4py import MPI
 
+        meet(MPI.COMM_WORLD, "pytest", seconds)
         self._control = Communicator.from_mpi(MPI.COMM_WORLD, timeout=None)
         self.rank, self.size = self._control.rank, self._control.size
         # The processes of the ranks on the node of rank 0.
@@ -59,7 +59,8 @@ class Job:
         self.near = {rank: pid for rank, (host, pid) in enumerate(places) if host == places[0][0]}
         # No more can be said: the run has ended on some rank.
         self.over = False
-        self._links = RankLinks(self._control)
+        # The transports of the tests.
+        self.links = RankLinks(self._control)
 
     def exchange(self, kind: str, body: Any) -> list[Any]:
         """Tell all ranks something, and return what each told; all must be at the same `kind`."""
@@ -87,23 +88,12 @@ class Job:
         """End all processes of the job."""
         self._control.abort()
 
-    # The communicators of tests
-
-    def link(self, size: int) -> Transport | None:
-        """Return the transport of the first `size` ranks, None on the others; collective."""
-        return self._links.of(size)
-
     def open(self, size: int, timeout: float) -> Communicator:
         """Return a new communicator of the first `size` ranks, on one of them."""
-        link = self._links.of(size)
+        link = self.links.of(size)
         assert link is not None, "only the first ranks run the test"
         return communicator_over(link, timeout)
 
-    def leave(self, comm: Communicator, last: LastStep, seconds: float) -> Left:
-        """Leave the communicator of a test in step with its other ranks."""
-        in_step, clean = last.complete(seconds)
-        return Left(in_step, clean, unmatched_messages(comm))
-
-    def let_go(self, comm: Communicator | None, size: int, left: Sequence[Left]) -> None:
-        """Keep or free the transport of a test: see `RankLinks.let_go`."""
-        self._links.let_go(comm, size, left)
+    def leave(self, text: str) -> list[LastStep]:
+        """Begin the last step of what a next test would wait on."""
+        return [LastStep(communicator_over(link, 1.0), text) for link in self.links.kept()]

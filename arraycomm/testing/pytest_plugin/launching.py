@@ -3,40 +3,106 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Final, NoReturn
 
 import pytest
 
 from arraycomm import _launch
 from arraycomm._errors import BackendUnavailableError
 from arraycomm._launch.launchers import find_launcher
+from arraycomm_pytest import ENDED, JOB, PID
+
+# Seconds in which the ranks end by themselves after Ctrl-C or another signal.
+_ENDING: Final = 10.0
+
+
+class Launcher:
+    """Starts jobs of ranks that run pytest with the arguments of this one."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+        count = config.getoption("mpiexec")
+        try:
+            launcher = find_launcher(os.environ)
+        except BackendUnavailableError as error:
+            raise pytest.UsageError(
+                f"--mpiexec {count} needs an MPI launcher, but {error}; install one with: pip "
+                f"install 'arraycomm[mpich]', or use threads: --ranks {count}"
+            ) from None
+        self._command = [*launcher.command(count), sys.executable, "-m", "pytest"]
+        # Before the tests are imported, which may begin MPI here.
+        self._environment = launcher.environment(os.environ)
+
+    def run(self, arguments: list[str], directory: Path, **streams: Any) -> int:
+        """Run a job, and return its status; the ranks write into the directory."""
+        environment = self._environment | {JOB: str(directory)}
+        if not streams and sys.stdout.isatty():
+            # The ranks write into pipes.
+            width = str(os.get_terminal_size(sys.stdout.fileno()).columns)
+            environment = {"PY_COLORS": "1", "COLUMNS": width} | environment
+        # In a session of its own: Ctrl-C would have the launcher end the ranks before their report.
+        job = subprocess.Popen(
+            [*self._command, *arguments],
+            stdin=subprocess.DEVNULL,
+            env=environment,
+            start_new_session=True,
+            **streams,
+        )
+        usual = signal.signal(signal.SIGTERM, _raise_exit)
+        try:
+            status = job.wait()
+        except KeyboardInterrupt:
+            self._interrupt(job, directory)
+            return int(pytest.ExitCode.INTERRUPTED)
+        finally:
+            # On SIGTERM the launcher ends its ranks; a killed launcher would leave them behind.
+            _end(job)
+            signal.signal(signal.SIGTERM, usual)
+        if status == 0 and not (directory / ENDED).exists():
+            sys.stderr.write("\narraycomm: the ranks ended before their run of pytest was over\n")
+            return int(pytest.ExitCode.TESTS_FAILED)
+        return status
+
+    def _interrupt(self, job: subprocess.Popen[bytes], directory: Path) -> None:
+        """Let rank 0 end the run, and report what was found before."""
+        try:
+            os.kill(int((directory / PID).read_text("utf-8")), signal.SIGINT)
+            job.wait(_ENDING)
+        except (OSError, ValueError, subprocess.TimeoutExpired, KeyboardInterrupt):
+            _end(job)
+
+
+def _end(job: subprocess.Popen[bytes]) -> None:
+    if job.poll() is None:
+        job.terminate()
+        try:
+            job.wait(_ENDING)
+        except subprocess.TimeoutExpired:
+            os.killpg(job.pid, signal.SIGKILL)
+            job.wait()
+
+
+def _raise_exit(number: int, frame: object) -> NoReturn:
+    raise SystemExit(128 + number)
 
 
 def launch(config: pytest.Config) -> int | None:
-    """Run pytest with the same arguments on ranks and return its status; None if this is a rank."""
+    """Run pytest with the same arguments on ranks and return its status; None if this is a rank.
+
+    It is also None if this process collects the tests, and starts a job for some at a time.
+    """
     if _launch.detect(os.environ) is not None:
         return None
-    count = config.getoption("mpiexec")
-    try:
-        launcher = find_launcher(os.environ)
-    except BackendUnavailableError as error:
-        raise pytest.UsageError(
-            f"--mpiexec {count} needs an MPI launcher, but {error}; install one with: pip install "
-            f"'arraycomm[mpich]', or use threads: --ranks {count}"
-        ) from None
-    arguments = config.invocation_params.args
-    command = [*launcher.command(count), sys.executable, "-m", "pytest", *map(str, arguments)]
-    environment = launcher.environment(os.environ)
-    if sys.stdout.isatty():
-        # The ranks write into pipes.
-        width = str(os.get_terminal_size(sys.stdout.fileno()).columns)
-        environment = {"PY_COLORS": "1", "COLUMNS": width} | environment
-    job = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment)
-    try:
-        return job.wait()
-    except KeyboardInterrupt:
-        # On SIGTERM the launcher ends its ranks; a killed launcher would leave them behind.
-        job.terminate()
-        job.wait()
-        return int(pytest.ExitCode.INTERRUPTED)
+    launcher = Launcher(config)
+    if config.getoption("mpiexec_per") is not None:
+        from arraycomm.testing.pytest_plugin.jobs import Jobs
+
+        config.pluginmanager.register(Jobs(config, launcher), "arraycomm-jobs")
+        return None
+    with TemporaryDirectory(prefix="arraycomm-job-") as directory:
+        return launcher.run([*map(str, config.invocation_params.args)], Path(directory))

@@ -38,6 +38,8 @@ class Limit:
         self._ident = threading.get_ident()
         self._deadline: float | None = None
         self._inside = False
+        # Whether this rank waits for the others to end the test, which it may give up.
+        self._waiting = False
         self._hopeless = False
         self._wake = threading.Condition()
         self._next = float("inf")
@@ -52,7 +54,7 @@ class Limit:
 
     def begin(self, seconds: float) -> None:
         """Begin a phase, of which an infinite number of seconds sets no limit."""
-        self._hopeless = False
+        self._hopeless = self._waiting = False
         self._inside = True
         self._deadline = None
         if seconds == float("inf"):
@@ -63,12 +65,16 @@ class Limit:
                 self._wake.notify()
 
     def end_inside(self) -> None:
-        """Interrupt the test no more; from now on this rank waits for others."""
+        """Interrupt the test no more."""
         self._inside = False
+
+    def wait(self) -> None:
+        """Raise `GaveUp` from now on if the others do not end the test."""
+        self._waiting = True
 
     def end(self) -> None:
         """End the phase."""
-        self._deadline = None
+        self._deadline, self._waiting = None, False
 
     def _arrive(self, number: int, frame: FrameType | None) -> None:
         __tracebackhide__ = True
@@ -76,7 +82,8 @@ class Limit:
             return
         if self._inside:
             raise Interruption
-        raise GaveUp
+        if self._waiting:
+            raise GaveUp
 
     def _watch(self) -> None:
         while True:
@@ -107,7 +114,7 @@ class Limit:
             if self._inside and late > _HOPELESS and not self._hopeless:
                 self._hopeless = True
                 self._stuck(stack_of(self._ident))
-            if not self._inside and (self._others_stuck() or late > _PATIENCE):
+            if self._waiting and (self._others_stuck() or late > _PATIENCE):
                 self._interrupt()
                 time.sleep(RETRY)
             time.sleep(_LOOK / 5)

@@ -11,8 +11,10 @@ import pytest
 def combine_on_rank_0(config: pytest.Config, rank: int, meet: Callable[[], None]) -> None:
     """Let rank 0 combine what all ranks have saved; do nothing without pytest-cov.
 
-    Each rank saves a file of its own. `meet` returns when all ranks have called it.
+    Each rank saves a file of its own. `meet` returns when all ranks have called it. If another
+    process has started one job of many, that one combines.
     """
+    rank = rank or int(config.getoption("mpiexec_per") is not None)
     plugin: Any = config.pluginmanager.get_plugin("_cov")
     controller = getattr(plugin, "cov_controller", None)
     if controller is None:

@@ -16,13 +16,15 @@ from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import pytest
+from _pytest.skipping import xfailed_key
 
 from arraycomm._callsite import trim
 from arraycomm._communicator import Communicator
 from arraycomm._errors import CommTimeoutError
 from arraycomm._transports.threads import make_group
 from arraycomm.testing._failures import ON_RANK, first_failure, is_skip
-from arraycomm.testing._internals import communicator_over
+from arraycomm.testing._internals import communicator_over, left_behind
+from arraycomm.testing._ranks.rank_links import Left, fault_of
 from arraycomm.testing._ranks.threads import SLACK, Events, RankThread, run_threads
 from arraycomm.testing.pytest_plugin import counts
 from arraycomm.testing.pytest_plugin.outcomes import show_rank
@@ -83,7 +85,7 @@ class OnThreads:
                 result = pyfuncitem.obj(**{name: values[name] for name in names})
             _warn_of_result(pyfuncitem.nodeid, result)
 
-        _run(made["comm"].count, body, counts.timeout_of(pyfuncitem))
+        _run(made["comm"].count, body, counts.timeout_of(pyfuncitem), expected_by(pyfuncitem))
         return True
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -170,7 +172,21 @@ def _is_method(function: Any, instance: Any) -> bool:
     return inspect.getattr_static(type(instance), function.__name__, None) is not None
 
 
-def _run(count: int, body: Callable[[Communicator], None], timeout: float) -> None:
+def expected_by(item: pytest.Item) -> Callable[[BaseException], bool]:
+    """Return whether a test's mark xfail expects an error, if it names some."""
+    found = item.stash.get(xfailed_key, None)
+    raises: Any = None if found is None else found.raises
+    if raises is None or hasattr(raises, "matches"):
+        return lambda error: raises is not None and raises.matches(error)
+    return lambda error: isinstance(error, raises)
+
+
+def _run(
+    count: int,
+    body: Callable[[Communicator], None],
+    timeout: float,
+    expected: Callable[[BaseException], bool],
+) -> None:
     """Run a test on ranks, and raise the error that caused those of the others."""
     __tracebackhide__ = True
     ranks = [RankThread(communicator_over(link, timeout), body) for link in make_group(count)]
@@ -185,8 +201,11 @@ def _run(count: int, body: Callable[[Communicator], None], timeout: float) -> No
             rank.join(0.0)
     finally:
         limit.cancel()
-    first = first_failure(ranks)
+    first = first_failure(ranks, expected)
     if first is None:
+        left = [Left(True, True, *left_behind(rank.comm)) for rank in ranks]
+        if fault := fault_of(left):
+            pytest.fail(fault, pytrace=False)
         return
     trim(first)
     # What the others did gets a section of its own.

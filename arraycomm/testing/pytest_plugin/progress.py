@@ -14,15 +14,17 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any, Final, TextIO
+from typing import Any, Final
 
-from arraycomm.testing.pytest_plugin.crash_reporter import PLAN, REPORTS, SLOT
+from arraycomm.testing.pytest_plugin.crash_reporter import PLAN, REPORTS, SLOT, stacks, unagreed
 from arraycomm.testing.pytest_plugin.job import Job
 
 _REPORTER: Final = str(Path(__file__).with_name("crash_reporter.py"))
 # Launchers that forward nothing more of what their ranks have written once one of them has died.
 _HASTY: Final = ("prterun", "mpirun", "orterun", "mpiexec")
-# Seconds after which a rank that is stuck ends the job itself, since rank 0 does not.
+# Seconds after which rank 0 ends the job if it is stuck, so that the others have said what they
+# know; and those after which another one does, since rank 0 does not.
+_FIRST: Final = 2.0
 _LAST: Final = 20.0
 
 
@@ -32,12 +34,15 @@ class Progress:
     def __init__(self, job: Job) -> None:
         self._job = job
         self._reporter: subprocess.Popen[bytes] | None = None
-        self._reports: TextIO | None = None
+        # The terminal itself, also while pytest captures what a test writes.
+        self._terminal = os.dup(2)
         made = tempfile.mkdtemp(prefix="arraycomm-pytest-") if job.rank == 0 else ""
         self._directory = Path(job.exchange("the start", made)[0])
-        self._notes = -1
+        self._notes = self._reports = -1
         if job.rank in job.near:
             self._notes = os.open(self._directory / "notes", os.O_CREAT | os.O_RDWR)
+            appending = os.O_CREAT | os.O_WRONLY | os.O_APPEND
+            self._reports = os.open(self._directory / REPORTS, appending)
         if job.rank == 0 and hasattr(os, "pidfd_open"):
             self._start_reporter()
 
@@ -63,14 +68,18 @@ class Progress:
         if self._reporter is not None:
             path = self._directory / PLAN
             path.write_text(json.dumps({"tests": tests, "junit": junit}), encoding="utf-8")
-            self._reports = (self._directory / REPORTS).open("w", encoding="utf-8", buffering=1)
 
-    def report(self, report: Any) -> None:
-        """Write down a report, for the case that this rank does not come to show it."""
-        if self._reports is not None:
+    def report(self, report: Any, order: Any = None) -> None:
+        """Write down a report, for the case that rank 0 does not come to show it.
+
+        Without its `order` among those of the ranks, it is one that all ranks have agreed on.
+        """
+        if self._reports >= 0 and (order is not None or self._job.rank == 0):
             text = str(report.longreprtext) if report.outcome == "failed" else ""
             crash = getattr(report.longrepr, "reprcrash", None)
             found = {
+                "rank": None if order is None else self._job.rank,
+                "order": order,
                 "nodeid": report.nodeid,
                 "when": report.when,
                 "outcome": report.outcome,
@@ -78,7 +87,7 @@ class Progress:
                 "crash": "" if crash is None else str(crash.message),
                 "text": text,
             }
-            self._reports.write(f"{json.dumps(found)}\n")
+            os.write(self._reports, f"{json.dumps(found)}\n".encode())
 
     def note(self, text: str) -> None:
         """Note what this rank does from now on."""
@@ -92,39 +101,31 @@ class Progress:
             part = self._directory / f"part-{self._job.rank}"
             part.write_text(stack, encoding="utf-8")
             part.rename(self._directory / f"stuck-{self._job.rank}")
-        if self._notes < 0 or self._job.rank == 0:
-            self._show(stack)
-        time.sleep(0.5 if self._job.rank == 0 else _LAST)
+        if self._notes < 0 or not hasattr(os, "pidfd_open"):
+            self.say(f"rank {self._job.rank} is stuck outside Python; it is here:\n{stack}")
+        time.sleep(_FIRST if self._job.rank == 0 else _LAST)
         self._job.abort()
 
-    def _show(self, stack: str) -> None:
-        text = (
-            os.pread(self._notes, SLOT, self._job.rank * SLOT).decode() if self._notes >= 0 else ""
-        )
-        stream = sys.__stderr__ or sys.stderr
-        stream.write(
-            f"\narraycomm: rank {self._job.rank} is stuck in {text.rstrip() or 'a test'}, cannot "
-            f"be interrupted outside Python, and ends the job; it is here:\n{stack}\n"
-        )
-        stream.flush()
+    def say(self, text: str) -> None:
+        """Write to the terminal what no report will show."""
+        os.write(self._terminal, f"\narraycomm: {text}\n".encode(errors="replace"))
 
     def is_stuck(self) -> bool:
         """Return whether a rank has said that it is stuck."""
         return any(self._directory.glob("stuck-*"))
 
-    def stacks(self) -> dict[int, str]:
-        """Return the stacks of the ranks that are stuck."""
-        found = sorted(self._directory.glob("stuck-*"))
-        return {int(path.name.split("-")[1]): path.read_text(encoding="utf-8") for path in found}
+    def stuck(self, test: str) -> tuple[list[int], str, str]:
+        """Return the ranks that are stuck in a test, and what `unagreed` does."""
+        if self._notes < 0:
+            return list(stacks(self._directory)), "", ""
+        return (list(stacks(self._directory)), *unagreed(self._directory, test))
 
     def end(self) -> None:
         """Note nothing any more."""
-        if self._notes >= 0:
-            os.close(self._notes)
-            self._notes = -1
-        if self._reports is not None:
-            self._reports.close()
-            self._reports = None
+        for handle in (self._notes, self._reports, self._terminal):
+            if handle >= 0:
+                os.close(handle)
+        self._notes = self._reports = self._terminal = -1
         if self._reporter is not None and self._reporter.stdin is not None:
             self._reporter.stdin.write(b"end")
             self._reporter.stdin.close()

@@ -7,16 +7,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from _pytest.terminal import TerminalReporter
 
 # Options of pytest and its plugins that name a report of the run.
 _REPORTS = ("xmlpath", "report_log", "htmlpath", "json_report_file", "pastebin")
 
 
-def be_quiet(config: pytest.Config, rank: int) -> None:
-    """Let rank 0 write for all. Called before pytest is configured."""
+def leave_reports(config: pytest.Config) -> None:
+    """Write no file with a report of the run. Called before pytest is configured."""
     for name in _REPORTS:
         if getattr(config.option, name, None) is not None:
             setattr(config.option, name, None)
+
+
+def be_quiet(config: pytest.Config, rank: int) -> None:
+    """Let rank 0 write for all. Called before pytest is configured."""
+    leave_reports(config)
     # The launcher gives the keyboard to rank 0.
     config.option.usepdb = config.option.trace = False
     if config.option.basetemp is not None:
@@ -44,4 +50,4 @@ def leave_terminal(config: pytest.Config) -> None:
     nowhere = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 - closed at the end
     config.add_cleanup(nowhere.close)
     config.pluginmanager.unregister(reporter)
-    config.pluginmanager.register(pytest.TerminalReporter(config, nowhere), "terminalreporter")
+    config.pluginmanager.register(TerminalReporter(config, nowhere), "terminalreporter")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
@@ -12,6 +13,8 @@ import pytest
 
 # Tests that an error names.
 _NAMED = 3
+# Where the versions of pytest keep an item's name that let a suite change it.
+_KEPT = "_nodeid"
 
 
 @dataclass
@@ -39,6 +42,21 @@ def names_of(items: Sequence[pytest.Item]) -> list[str]:
     return names
 
 
+def without_rank(items: Mapping[str, pytest.Item], rank: int) -> dict[str, pytest.Item]:
+    """Return items by the names that they have on rank 0, if they name the rank; and rename them.
+
+    Some suites write it at the end of each name, as "[Rank 2]".
+    """
+    own = re.compile(rf"(\Wranks?\W*){rank}(?=\D*$)", re.IGNORECASE)
+    found = {}
+    for name, item in items.items():
+        plain = own.sub(r"\g<1>0", name)
+        if plain != name and hasattr(item, _KEPT):
+            setattr(item, _KEPT, own.sub(r"\g<1>0", item.nodeid))
+        found[plain] = item
+    return found
+
+
 def digest_of(names: Sequence[str]) -> bytes:
     """Return a digest of names, whatever their order."""
     return blake2b("\n".join(sorted(names)).encode(), digest_size=16).digest()
@@ -57,7 +75,8 @@ def difference(collected: Sequence[Sequence[str]]) -> str:
             ]
             return (
                 "the ranks have collected different tests, and cannot run them in step: "
-                f"{'; '.join(parts)}; parametrize with the same values on every rank"
+                f"{'; '.join(parts)}; parametrize with the same values on every rank, and "
+                "leave the rank out of the names of tests"
             )
     return "the ranks have collected different tests"
 

@@ -18,6 +18,11 @@ class Recorded(NamedTuple):
     lineno: int
     nodeid: str
 
+    @classmethod
+    def of(cls, said: warnings.WarningMessage, nodeid: str) -> Recorded:
+        """Return a warning of this process."""
+        return cls(str(said.message), said.category.__name__, said.filename, said.lineno, nodeid)
+
     @property
     def place(self) -> tuple[str, str, int]:
         """What is the same for the warning of one line on all ranks."""
@@ -35,9 +40,7 @@ class Warned:
         self, warning_message: warnings.WarningMessage, nodeid: str
     ) -> None:
         """Keep a warning, one of each line."""
-        said = warning_message
-        category = said.category.__name__
-        made = Recorded(str(said.message), category, said.filename, said.lineno, nodeid)
+        made = Recorded.of(warning_message, nodeid)
         self._recorded.setdefault(made.place, made)
 
     def of_this_rank(self) -> list[Recorded]:
@@ -49,11 +52,12 @@ class Warned:
         for rank, theirs in enumerate(everyones):
             for warning in theirs:
                 if warning.place not in self._recorded:
-                    self._record(warning, f"[rank {rank} of {len(everyones)}]")
+                    self.repeat(warning, f"[rank {rank} of {len(everyones)}] ")
 
-    def _record(self, warning: Recorded, label: str) -> None:
+    def repeat(self, warning: Recorded, label: str = "") -> None:
+        """Record a warning of another process here."""
         category = type(warning.category, (Warning,), {})
-        message = category(f"{label} {warning.text}")
+        message = category(f"{label}{warning.text}")
         made = warnings.WarningMessage(message, category, warning.filename, warning.lineno)
         arguments: dict[str, Any] = {
             "warning_message": made,

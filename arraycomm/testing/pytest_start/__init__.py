@@ -7,7 +7,7 @@ only if a test takes `comm`, or if an MPI launcher has started this process.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from importlib import import_module
 from typing import Any, Final
 
@@ -17,6 +17,10 @@ _PARTS: Final = "arraycomm.testing.pytest_plugin"
 # One of these is set in every process that an MPI launcher has started.
 _LAUNCHED: Final = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MPI_LOCALNRANKS", "SLURM_STEP_NUM_TASKS")
 _RANKS: Final = pytest.StashKey[Any]()
+# Set by the pytest that starts a job: where rank 0 writes which process it is, and that it has come
+# to its end. Taken away, so that what a test starts does not write there.
+JOB, PID, ENDED = "ARRAYCOMM_PYTEST_JOB", "pid", "ended"
+_JOB: Final = os.environ.pop(JOB, "")
 
 _MARKER: Final = (
     "ranks(*counts, timeout=None): run the test once on each of these numbers of ranks; the test, "
@@ -41,6 +45,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="run these tests under mpiexec, with N ranks, each a process",
     )
     group.addoption(
+        "--mpiexec-per",
+        choices=("file", "test"),
+        help="with --mpiexec: run each file, or each test, in a job of its own, so that one that "
+        "has to end takes no other with it (default: all in one job)",
+    )
+    group.addoption(
         "--ranks-timeout",
         type=float,
         default=300.0,
@@ -50,6 +60,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_load_initial_conftests() -> Generator[None, None, None]:
+    """Let the other ranks know if this one cannot begin."""
+    try:
+        yield
+    except BaseException:
+        if any(name in os.environ for name in _LAUNCHED):
+            import_module(f"{_PARTS}.start").end_before_others()
+        raise
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
     """Register the marker; take the terminal from ranks other than 0."""
@@ -57,6 +78,23 @@ def pytest_configure(config: pytest.Config) -> None:
     ranks = config.stash.get(_RANKS, None)
     if ranks is not None:
         ranks.configured()
+    _tell_parent(config, PID)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Let the process that has started this job know that the run has come to its end."""
+    _tell_parent(config, ENDED)
+
+
+def _tell_parent(config: pytest.Config, name: str) -> None:
+    if _JOB and _rank(config) == 0:
+        with open(os.path.join(_JOB, name), "w", encoding="utf-8") as file:
+            file.write(str(os.getpid()))
+
+
+def _rank(config: pytest.Config) -> int:
+    return getattr(config.stash.get(_RANKS, None), "rank", 0)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -65,6 +103,8 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
     _check_options(config)
     if any(name in os.environ for name in _LAUNCHED):
         import_module(f"{_PARTS}.start").take_up_ranks(config, _RANKS)
+    if _JOB and config.getoption("mpiexec_per") is not None:
+        import_module(f"{_PARTS}.jobs").report_to_parent(config, _JOB, _rank(config))
     if config.getoption("mpiexec") is None:
         return None
     status: int | None = import_module(f"{_PARTS}.launching").launch(config)
@@ -77,6 +117,8 @@ def _check_options(config: pytest.Config) -> None:
         if given is not None and given < least:
             name = option.replace("_", "-")
             raise pytest.UsageError(f"--{name} must be at least {least}; got {given}")
+    if config.getoption("mpiexec_per") is not None and config.getoption("mpiexec") is None:
+        raise pytest.UsageError("--mpiexec-per needs the number of ranks as well: --mpiexec N")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -86,9 +128,17 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip a test without `comm` if its marker asks for another number of ranks than there are."""
+    """Skip a test without `comm` if its marker asks for another number of ranks than there are.
+
+    Fail one whose examples, or whose fixtures, would not be those of its ranks.
+    """
+    _refuse_foreign(item)
     marker = item.get_closest_marker("ranks")
     if marker is None or not marker.args or takes_comm(item):
+        return
+    set_ranks = getattr(getattr(item, "obj", None), "set_ranks", None)
+    if set_ranks is not None:
+        set_ranks(marker.args)
         return
     ranks = item.config.stash.get(_RANKS, None)
     size = getattr(ranks, "size", 1)
@@ -97,6 +147,23 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip(
             f"needs the {counts} ranks of an mpiexec, since it does not take comm; got {size}"
         )
+
+
+def _refuse_foreign(item: Any) -> None:
+    function, way_out = getattr(item, "obj", None), ""
+    if takes_comm(item) and getattr(function, "is_hypothesis_test", False):
+        way_out = "hypothesis.given draws other examples on each rank: use arraycomm.testing.given"
+    elif hasattr(getattr(item, "cls", None), "assertEqual"):
+        code = getattr(function, "__code__", None)
+        names = () if code is None else code.co_varnames[: code.co_argcount]
+        on_threads = not hasattr(item.config.stash.get(_RANKS, None), "size")
+        if "comm" in names or (takes_comm(item) and on_threads):
+            way_out = (
+                "methods of unittest.TestCase get no fixtures of ranks: write the test as a "
+                "function, or in a class without a base"
+            )
+    if way_out:
+        pytest.fail(f"comm: {way_out}", pytrace=False)
 
 
 def takes_comm(item: Any) -> bool:
@@ -113,8 +180,8 @@ def fixtures_of(item: Any) -> dict[str, Any]:
 
 def arguments_of(item: Any) -> tuple[str, ...]:
     """Return the names of a test's own arguments."""
-    names: tuple[str, ...] = item._fixtureinfo.argnames
-    return names
+    info = getattr(item, "_fixtureinfo", None)
+    return () if info is None else tuple(info.argnames)
 
 
 def _ranks_of(config: pytest.Config) -> Any:

@@ -1,0 +1,43 @@
+"""What the laws make of results that are long, or that a framework shows as a copy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from arraycomm.testing.conformance._checks import check_copy, check_elements, scribble
+
+
+class _Copied:
+    """An array whose elements are read by a copy, as MLX's are."""
+
+    def __init__(self) -> None:
+        self._array = np.zeros(3)
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        return self._array.copy()
+
+
+def test_what_is_written_into_a_copy_is_not_expected_to_stay() -> None:
+    assert not scribble(_Copied(), 1)
+    assert scribble(np.zeros(3), 1)
+    assert scribble(np.ones(3, np.uint8), 1)
+
+
+@pytest.mark.parametrize("check", [check_copy, lambda *arrays: check_elements(*arrays, "max")])
+def test_first_difference_of_long_arrays_is_named(check) -> None:
+    want = np.zeros((2, 3_000))
+    found = want.copy()
+    found[1, 1_234:1_240] = 5.0
+    with pytest.raises(AssertionError, match=r"difference is at \[1, 1234\]: .*5.0\)?, not"):
+        check(found, want)
+
+
+def test_first_difference_is_one_that_counts() -> None:
+    """The signs of NaN do not."""
+    want = np.array([np.nan, 0.0])
+    found = np.array([-np.nan, 1.0])
+    with pytest.raises(AssertionError, match=r"difference is at \[1\]"):
+        check_elements(found, want, "max")
