@@ -64,7 +64,7 @@ def test_the_site_the_citation_and_the_changelog_say_what_pyproject_says() -> No
     version, urls = project["version"], project["urls"]
     texts = {name: (ROOT / name).read_text("utf-8") for name in ("mkdocs.yml", "CITATION.cff")}
     (latest, date) = re.findall(
-        r"^## \[(\d.*)\] - (.*)$", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.MULTILINE
+        r"^## (\d.*) - (.*)$", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.MULTILINE
     )[0]
     wanted = {
         "mkdocs.yml": {
