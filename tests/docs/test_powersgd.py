@@ -10,6 +10,7 @@ import pytest
 
 import arraycomm as ac
 from arraycomm.testing import run
+from tests.support.on_ranks import each_rank_of
 
 pytest.importorskip("torch")
 pytest.importorskip("sklearn")
@@ -73,27 +74,26 @@ def test_with_full_rank_it_is_the_mean(framework: str) -> None:
 
 
 @pytest.mark.parametrize(("size", "op"), [(1, "mean"), (SIZE, "sum")])
-def test_what_low_rank_leaves_out_is_added_to_the_next_steps(size: int, op: str) -> None:
+@each_rank_of("size")
+def test_what_low_rank_leaves_out_is_added_to_the_next_steps(
+    comm: ac.Communicator, size: int, op: str
+) -> None:
     steps = 4
-
-    def check(comm: ac.Communicator) -> None:
-        seen = reduced(comm, powersgd.PowerSGD(rank=1), "numpy", steps + 1, op)
-        for n, shape in enumerate(SHAPES):
-            given = [comm.allreduce(gradients(comm.rank, step)[n], op) for step in range(steps)]
-            total = np.sum([got[n] for got, _ in seen[:steps]], axis=0, dtype="f8")
-            for got, _ in seen:
-                rows = comm.allgather(got[n])
-                assert rows.tobytes() == got[n].tobytes() * size
-                assert len(shape) == 1 or np.linalg.matrix_rank(got[n].reshape(shape[0], -1)) == 1
-            if len(shape) > 1:
-                left = comm.allreduce(seen[steps][1][n][1], op).reshape(shape)
-                assert min(shape[0], np.prod(shape[1:])) == 1 or np.abs(left).max() > 0.1
-                total += left
-            size_of = steps * size * max(np.abs(array).max() for array in given)
-            bound = 4 * steps * (sum(shape) + size) * EPS * size_of * 10
-            assert np.abs(total - np.sum(given, axis=0, dtype="f8")).max() <= bound
-
-    run(size, check)
+    seen = reduced(comm, powersgd.PowerSGD(rank=1), "numpy", steps + 1, op)
+    for n, shape in enumerate(SHAPES):
+        given = [comm.allreduce(gradients(comm.rank, step)[n], op) for step in range(steps)]
+        total = np.sum([got[n] for got, _ in seen[:steps]], axis=0, dtype="f8")
+        for got, _ in seen:
+            rows = comm.allgather(got[n])
+            assert rows.tobytes() == got[n].tobytes() * size
+            assert len(shape) == 1 or np.linalg.matrix_rank(got[n].reshape(shape[0], -1)) == 1
+        if len(shape) > 1:
+            left = comm.allreduce(seen[steps][1][n][1], op).reshape(shape)
+            assert min(shape[0], np.prod(shape[1:])) == 1 or np.abs(left).max() > 0.1
+            total += left
+        size_of = steps * size * max(np.abs(array).max() for array in given)
+        bound = 4 * steps * (sum(shape) + size) * EPS * size_of * 10
+        assert np.abs(total - np.sum(given, axis=0, dtype="f8")).max() <= bound
 
 
 def test_digits_are_learned_about_as_well_as_without(capfd: pytest.CaptureFixture[str]) -> None:

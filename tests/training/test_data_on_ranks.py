@@ -11,6 +11,7 @@ import pytest
 import arraycomm as ac
 from arraycomm import Communicator, DistributedDataContainer
 from arraycomm._training.batches import data
+from tests.support.on_ranks import each_rank_of
 
 MATCHING: dict[str, Any] = {"shuffle": True, "seed": 3, "uneven": "exact"}
 
@@ -20,21 +21,17 @@ MATCHING: dict[str, Any] = {"shuffle": True, "seed": 3, "uneven": "exact"}
     [({"seed": 4}, "seed=4"), ({"shuffle": False}, "shuffle=False"), ({"uneven": "pad"}, "'pad'")],
     ids=["seed", "shuffle", "uneven"],
 )
-def test_settings_that_differ(on_ranks, several, changed, said) -> None:
-    def check(comm: Communicator) -> None:
-        settings = MATCHING | (changed if comm.rank == 1 else {})
-        with pytest.raises(ac.MismatchError, match=rf"rank 1: DistributedDataContainer\(.*{said}"):
-            DistributedDataContainer(range(9), comm=comm, **settings)
-
-    on_ranks(several, check)
+@each_rank_of("several")
+def test_settings_that_differ(comm: Communicator, changed, said) -> None:
+    settings = MATCHING | (changed if comm.rank == 1 else {})
+    with pytest.raises(ac.MismatchError, match=rf"rank 1: DistributedDataContainer\(.*{said}"):
+        DistributedDataContainer(range(9), comm=comm, **settings)
 
 
-def test_data_of_different_lengths(on_ranks, several) -> None:
-    def check(comm: Communicator) -> None:
-        with pytest.raises(ac.MismatchError, match=r"rank 1: DistributedDataContainer.count=10"):
-            DistributedDataContainer(np.zeros(9 + (comm.rank == 1)), comm=comm)
-
-    on_ranks(several, check)
+@each_rank_of("several")
+def test_data_of_different_lengths(comm: Communicator) -> None:
+    with pytest.raises(ac.MismatchError, match=r"rank 1: DistributedDataContainer.count=10"):
+        DistributedDataContainer(np.zeros(9 + (comm.rank == 1)), comm=comm)
 
 
 CALLS = {
@@ -49,15 +46,12 @@ CALLS = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_arguments_that_differ(on_ranks, several, name) -> None:
+@each_rank_of("several")
+def test_arguments_that_differ(comm: Communicator, several, name) -> None:
     call, one, two = CALLS[name]
-
-    def check(comm: Communicator) -> None:
-        container = DistributedDataContainer(range(9), comm=comm, **MATCHING)
-        with pytest.raises(ac.MismatchError, match=rf"{name}\(.*{one}.*{name}\(.*{two}"):
-            call(container, 1 + (comm.rank == several - 1))
-
-    on_ranks(several, check)
+    container = DistributedDataContainer(range(9), comm=comm, **MATCHING)
+    with pytest.raises(ac.MismatchError, match=rf"{name}\(.*{one}.*{name}\(.*{two}"):
+        call(container, 1 + (comm.rank == several - 1))
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -76,32 +70,12 @@ def test_argument_that_one_rank_alone_has_wrong(on_ranks, several, name) -> None
     assert sorted(item for part in parts for item in part) == list(range(9))
 
 
-def test_data_that_one_rank_alone_has_wrong(on_ranks, several) -> None:
-    def check(comm: Communicator) -> int:
-        error = TypeError if comm.rank == 1 else ac.PeerError
-        with pytest.raises(error, match=r"DistributedDataContainer: .* must have a length"):
-            DistributedDataContainer(3 if comm.rank == 1 else range(3), comm=comm)
-        return comm.allreduce(1)
-
-    assert on_ranks(several, check) == [several] * several
-
-
-def test_every_rank_goes_on_from_the_state_of_one(on_ranks, size) -> None:
-    def check(comm: Communicator) -> list[int]:
-        container = DistributedDataContainer({"x": np.arange(20)}, comm=comm, **MATCHING)
-        state = {"count": 20, **MATCHING, "epoch": 1, "consumed": 13} if comm.rank == 0 else None
-        container.load_state_dict(ac.synchronize(state, comm=comm))
-        return [int(x) for batch in container.batches(2) for x in batch.items["x"]]
-
-    [order] = on_ranks(1, whole_epoch)[:1]
-    parts = on_ranks(size, check)
-    assert [parts[i % size][i // size] for i in range(7)] == order[13:]
-
-
-def whole_epoch(comm: Communicator) -> list[int]:
-    container = DistributedDataContainer(range(20), comm=comm, **MATCHING)
-    container.set_epoch(1)
-    return list(container)
+@each_rank_of("several")
+def test_data_that_one_rank_alone_has_wrong(comm: Communicator, several) -> None:
+    error = TypeError if comm.rank == 1 else ac.PeerError
+    with pytest.raises(error, match=r"DistributedDataContainer: .* must have a length"):
+        DistributedDataContainer(3 if comm.rank == 1 else range(3), comm=comm)
+    assert comm.allreduce(1) == several
 
 
 STEPS = {

@@ -8,6 +8,7 @@ import arraycomm as ac
 from arraycomm._communicator import Communicator
 from tests.support import internals
 from tests.support.frameworks import make, need
+from tests.support.on_ranks import each_rank_of
 
 CLEAN = {"f": np.ones((2, 3), np.float32), "i": 3, "d": np.zeros(1, "M8[s]"), "n": None, "t": "a"}
 
@@ -18,47 +19,38 @@ def _wrong(index: int, value: complex = np.nan, dtype: object = np.float32) -> n
     return array
 
 
-def test_a_clean_tree_is_returned_after_one_step(on_ranks, size) -> None:
-    def check(comm: Communicator) -> None:
-        tree = {**CLEAN, "t": 1.5, "inf": np.inf}
-        before = internals.steps(comm)
-        assert ac.raise_on_nan(tree, comm=comm) is tree
-        assert internals.steps(comm) == before + 1
-
-    on_ranks(size, check)
+@each_rank_of("size")
+def test_a_clean_tree_is_returned_after_one_step(comm: Communicator) -> None:
+    tree = {**CLEAN, "t": 1.5, "inf": np.inf}
+    before = internals.steps(comm)
+    assert ac.raise_on_nan(tree, comm=comm) is tree
+    assert internals.steps(comm) == before + 1
 
 
 @pytest.mark.parametrize("dtype", ["f2", "f8", "c8", ml_dtypes.bfloat16])
-def test_every_rank_says_which_ranks_have_one_and_where(on_ranks, several, dtype) -> None:
-    def check(comm: Communicator) -> None:
-        last = comm.size - 1
-        tree = {"a": np.ones(2), "b": [_wrong(4, dtype=dtype) if comm.rank == last else 1]}
-        if comm.rank == 0:
-            tree["scalar"] = float("nan")
-        with pytest.raises(FloatingPointError) as caught:
-            ac.raise_on_nan(tree, comm=comm)
-        said = str(caught.value)
-        assert said.startswith("raise_on_nan: rank 0: nan at tree['scalar'], 1 of 1 elements; rank")
-        assert f"; rank {last}: " in said
-        assert said.endswith("at tree['b'][0][1, 1], 2 of 6 elements")
-        assert comm.allreduce(1) == comm.size
-
-    on_ranks(several, check)
+@each_rank_of("several")
+def test_every_rank_says_which_ranks_have_one_and_where(comm: Communicator, dtype) -> None:
+    last = comm.size - 1
+    tree = {"a": np.ones(2), "b": [_wrong(4, dtype=dtype) if comm.rank == last else 1]}
+    if comm.rank == 0:
+        tree["scalar"] = float("nan")
+    with pytest.raises(FloatingPointError) as caught:
+        ac.raise_on_nan(tree, comm=comm)
+    said = str(caught.value)
+    assert said.startswith("raise_on_nan: rank 0: nan at tree['scalar'], 1 of 1 elements; rank")
+    assert f"; rank {last}: " in said
+    assert said.endswith("at tree['b'][0][1, 1], 2 of 6 elements")
+    assert comm.allreduce(1) == comm.size
 
 
 @pytest.mark.parametrize("framework", ["numpy", "torch", "jax"])
-def test_infinities_count_if_asked(on_ranks, several, framework) -> None:
+@each_rank_of("several")
+def test_infinities_count_if_asked(comm: Communicator, framework) -> None:
     need(framework)
-
-    def check(comm: Communicator) -> None:
-        x = make(framework, _wrong(5, np.inf if comm.rank == 1 else 1.0))
-        assert ac.raise_on_nan(x, comm=comm) is x
-        with pytest.raises(
-            FloatingPointError, match=r"rank 1: inf at tree\[1, 2\], 1 of 6 elements$"
-        ):
-            ac.raise_on_nan(x, infinite=True, comm=comm)
-        with pytest.raises(TypeError if comm.rank == 0 else ac.PeerError, match="raise_on_nan: "):
-            ac.raise_on_nan(CLEAN if comm.rank == 0 else x, comm=comm)
-        assert comm.allreduce(1) == comm.size
-
-    on_ranks(several, check)
+    x = make(framework, _wrong(5, np.inf if comm.rank == 1 else 1.0))
+    assert ac.raise_on_nan(x, comm=comm) is x
+    with pytest.raises(FloatingPointError, match=r"rank 1: inf at tree\[1, 2\], 1 of 6 elements$"):
+        ac.raise_on_nan(x, infinite=True, comm=comm)
+    with pytest.raises(TypeError if comm.rank == 0 else ac.PeerError, match="raise_on_nan: "):
+        ac.raise_on_nan(CLEAN if comm.rank == 0 else x, comm=comm)
+    assert comm.allreduce(1) == comm.size

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import arraycomm as ac
 from arraycomm._training.comparison.digests import block_sums, digest_of, sums_by_torch
-from tests.support.on_ranks import SIZES
+from tests.support.on_ranks import SIZES, each_rank_of
 
 torch: Any = pytest.importorskip("torch")
 jax: Any = pytest.importorskip("jax")
@@ -95,23 +95,19 @@ def test_what_is_the_same_passes_and_a_difference_is_named_on_every_rank(on_rank
         assert said[0] is None or re.search(says, said[0], re.DOTALL), said[0]
 
 
-def test_an_order_is_named_as_one(on_ranks) -> None:
-    def compare(comm: ac.Communicator) -> None:
-        arrays = [np.zeros(2), np.ones(2)]
-        with pytest.raises(ac.MismatchError, match="the same values in another order"):
-            ac.raise_on_difference(arrays[:: -1 if comm.rank else 1], comm=comm)
-
-    on_ranks(SIZES[-1], compare)
+@each_rank_of(SIZES[-1])
+def test_an_order_is_named_as_one(comm: ac.Communicator) -> None:
+    arrays = [np.zeros(2), np.ones(2)]
+    with pytest.raises(ac.MismatchError, match="the same values in another order"):
+        ac.raise_on_difference(arrays[:: -1 if comm.rank else 1], comm=comm)
 
 
-def test_what_cannot_be_compared_is_refused_by_its_path(on_ranks) -> None:
-    def compare(comm: ac.Communicator) -> None:
-        last = comm.rank == comm.size - 1
-        kind: Any = TypeError if last else ac.PeerError
-        with pytest.raises(kind, match=r"tree\['f'\] cannot be pickled"):
-            ac.raise_on_difference({"f": threading.Lock() if last else 1}, comm=comm)
-
-    on_ranks(SIZES[-1], compare)
+@each_rank_of(SIZES[-1])
+def test_what_cannot_be_compared_is_refused_by_its_path(comm: ac.Communicator) -> None:
+    last = comm.rank == comm.size - 1
+    kind: Any = TypeError if last else ac.PeerError
+    with pytest.raises(kind, match=r"tree\['f'\] cannot be pickled"):
+        ac.raise_on_difference({"f": threading.Lock() if last else 1}, comm=comm)
 
 
 DTYPES = [np.float32, np.float16, np.uint8, np.complex128, np.bool_]
