@@ -119,6 +119,7 @@ def test_arrays_in_shared_memory_give_the_same_bits(comm, reduction, offset, res
     # Both rows have room for the array at the largest offset.
     given, into = (comm.empty(x.size + 5, x.dtype)[start:][: x.size].reshape(x.shape) for _ in "xy")
     given[...] = x
+    assert type(comm.empty(3, "float32", like=x)) is np.ndarray
     outs = {"fresh": None, "ordinary": np.empty_like(x), "shared": into, "same memory": given}
     got = comm.allreduce(given, op, out=outs[result])
     check_elements(np.asarray(got), np.asarray(usual), op)

@@ -146,7 +146,7 @@ def test_padded_batches_are_the_others_filled_up_with_items_of_no_weight(
         container = ac.DistributedDataContainer(np.arange(count), comm=comm, **settings)
         plain = list(container.batches(n))
         padded = container.batches(n, pad=True)
-        assert len(padded) == len(plain)
+        assert len(padded) == len(plain) == container.num_batches(n)
         for number, (batch, other) in enumerate(zip(padded, plain, strict=True), 1):
             own = len(other.items)
             assert len(padded) == len(plain) - number
@@ -156,6 +156,9 @@ def test_padded_batches_are_the_others_filled_up_with_items_of_no_weight(
             # The rank's own items come first.
             kept = set(other.items.tolist() or list(container)[:1] or range(count))
             assert set(batch.items[own:].tolist()) <= kept
+
+        loaded = container.batches(n, load=lambda batches: (len(own) for own in batches))
+        assert [batch.items for batch in loaded] == [len(batch.items) for batch in plain]
 
     run(size, check)
 

@@ -96,6 +96,45 @@ ARGUMENTS: Final = (
         _OBJECTS,
     ),
     Fault(
+        "tags of a byte: a blocking send has the last byte of its tag",
+        _MESSAGES,
+        "        yield from self._send(outgoing, wait.peer, wait.tag)",
+        "        yield from self._send(outgoing, wait.peer, wait.tag & 255)",
+        ("a_line_of_ranks_passes_on_what_it_gets",),
+    ),
+    Fault(
+        "another message: the error of a wait names the tag after the one that is waited for",
+        _MESSAGES,
+        "        rank, tags, what = self._named(source, tag)\n"
+        "        if not isinstance(status, Status | None):",
+        "        rank, tags, what = self._named(source, tag)\n"
+        "        what = self._named(source, 7)[2]\n"
+        "        if not isinstance(status, Status | None):",
+        ("message_that_does_not_come_is_named",),
+    ),
+    Fault(
+        "grid by columns: the rank at some coordinates is that of the transposed grid",
+        "arraycomm/_collectives/grid.py",
+        "return int(np.ravel_multi_index(tuple(coords), self.dims, mode=modes))",
+        'return int(np.ravel_multi_index(tuple(coords), self.dims, modes, order="F"))',
+        ("rows_move_along_the_axes_of_a_grid",),
+    ),
+    Fault(
+        "infinities are fine: `raise_on_nan` looks for NaNs alone whatever is asked",
+        "arraycomm/_training/nans.py",
+        "                wrong = ~np.isfinite(leaf.array) if infinite else np.isnan(leaf.array)",
+        "                wrong = np.isnan(leaf.array)",
+        ("what_is_wrong_on_one_rank_is_raised_on_all",),
+    ),
+    Fault(
+        "shared in spite of copy: `exchange` shares memory with `copy=True`",
+        "arraycomm/_arrays/exchange.py",
+        "    if framework.takes_over(array.dtype) and (unfit or (copy is True and not private)):",
+        "    if framework.takes_over(array.dtype) and unfit:",
+        ("exchanged_arrays_have_the_same_elements",),
+        frameworks=True,
+    ),
+    Fault(
         "out of a scan ignored: the result is a new array",
         "arraycomm/_collectives/scans.py",
         "            self.target = self.make_target(self.source.shape, out)",

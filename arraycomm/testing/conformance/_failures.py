@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -13,11 +14,12 @@ from hypothesis import strategies as st
 from arraycomm._arrays.buffer import Array
 from arraycomm._communicator import Communicator
 from arraycomm._errors import CommTimeoutError, CommunicatorClosedError, MismatchError, PeerError
-from arraycomm._functions import allreduce_tree, synchronize
+from arraycomm._functions import allreduce_gradients, allreduce_tree, synchronize
 from arraycomm.testing import strategies as ranked
 from arraycomm.testing.conformance._checks import raises
 from arraycomm.testing.conformance._inputs import Sealed, sealed
 from arraycomm.testing.conformance._law import SEVERAL, law
+from arraycomm.testing.conformance._movements import arguments_of_collectives
 
 _Call = Callable[[Communicator, Array], Any]
 
@@ -99,6 +101,13 @@ _WRONG_ARGUMENTS: Final[dict[str, tuple[type[Exception], _Call]]] = {
 }
 
 
+_TREES: Final[dict[str, Callable[..., Any]]] = {
+    "synchronize": synchronize,
+    "allreduce_tree": allreduce_tree,
+    "allreduce_gradients": allreduce_gradients,
+}
+
+
 class FailureLaws:
     """What collectives promise if ranks do not agree."""
 
@@ -169,16 +178,39 @@ class FailureLaws:
         with raises(CommunicatorClosedError):
             comm.barrier()
 
-    @law(ranks=SEVERAL, culprit=ranked.roots(), how=st.sampled_from(("call", "communicator")))
+    @law(
+        ranks=SEVERAL,
+        culprit=ranked.roots(),
+        how=st.sampled_from(("call", "call", "communicator")),
+        which=st.integers(0, 99),
+    )
     def test_rank_that_does_not_come_is_named(
-        self, comm: Communicator, culprit: int, how: str
+        self, comm: Communicator, culprit: int, how: str, which: int
     ) -> None:
         """A wait has a limit, its call's before the communicator's; the error names the rank."""
         part = comm.dup(timeout=60.0 if how == "call" else 0.05)
         limit = 0.05 if how == "call" else None
+        x = np.ones((comm.size, 2))
+        # The arguments of all collectives, and of what is made of these.
+        calls = {
+            **arguments_of_collectives(part, x, "sum", 0),
+            "barrier": (),
+            "bcast_object": (1, 0),
+            "allgather_object": (1,),
+            "gather_object": (1, 0),
+            "maxloc": (x,),
+            "minloc": (x,),
+            "plan": ([x],),
+            "empty": (3,),
+            "synchronize": ([x],),
+            "allreduce_tree": ([x],),
+            "allreduce_gradients": ([x],),
+        }
+        name = sorted(calls)[which % len(calls)]
+        call = getattr(part, name, None) or partial(_TREES[name], comm=part)
         if comm.rank != culprit:
             with raises(CommTimeoutError) as caught:
-                part.allreduce(1, timeout=limit)
+                call(*calls[name], timeout=limit)
             # Between nodes others may not be known to have come either.
             missing = re.findall(r"rank (\d+) is missing", str(caught[0]))
             assert str(culprit) in missing, caught[0]
@@ -186,6 +218,27 @@ class FailureLaws:
             with raises(CommunicatorClosedError):
                 part.barrier()
         assert comm.allreduce(1) == comm.size
+
+    @law(
+        ranks=SEVERAL,
+        name=st.sampled_from(("recv", "recv_object", "probe", "sendrecv")),
+        tag=st.integers(0, 9),
+    )
+    def test_message_that_does_not_come_is_named(
+        self, comm: Communicator, name: str, tag: int
+    ) -> None:
+        """A receive or a look for a message waits as long as the call says."""
+        part, source = comm.dup(), (comm.rank - 1) % comm.size
+        calls = {"recv": (source, tag), "recv_object": (source, tag), "probe": (source, tag)}
+        with raises(CommTimeoutError) as caught:
+            if name == "sendrecv":
+                part.sendrecv(1, (comm.rank + 1) % comm.size, source, timeout=60.0)
+                part.recv(source, tag, timeout=0.05)
+            else:
+                getattr(part, name)(*calls[name], timeout=0.05)
+        assert f"from rank {source} with tag {tag}" in str(caught[0]), caught[0]
+        with raises(CommunicatorClosedError):
+            part.barrier()
 
     @law(ranks=SEVERAL, culprit=ranked.roots(), count=st.sampled_from((2, 40_000)))
     def test_exception_before_a_call_is_an_error_on_the_others(

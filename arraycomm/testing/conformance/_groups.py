@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from hypothesis import strategies as st
 
 from arraycomm._communicator import Communicator
@@ -83,6 +84,30 @@ class GroupLaws:
         for number in range(most):
             assert part.allreduce(number) == number * part.size
         assert comm.allreduce(1) == comm.size
+
+    @law(
+        dims=st.integers(1, 3),
+        periodic=st.lists(st.booleans(), min_size=3, max_size=3),
+        steps=st.integers(-3, 3),
+    )
+    def test_rows_move_along_the_axes_of_a_grid(
+        self, comm: Communicator, dims: int, periodic: Sequence[bool], steps: int
+    ) -> None:
+        """A shift moves rows as an array is rolled; nothing comes from beyond a border."""
+        grid = comm.grid(dims, periodic[:dims])
+        ranks = np.arange(comm.size).reshape(grid.dims)
+        assert grid.rank_at(grid.coords) == comm.rank == ranks[grid.coords_of(comm.rank)]
+        for axis in range(dims):
+            source, dest = grid.shift(axis, steps)
+            got = comm.sendrecv(np.array([comm.rank]), dest, source, out=np.array([-1]))
+            rolled = np.moveaxis(np.roll(ranks, steps, axis), axis, 0)
+            if not periodic[axis]:
+                rolled[: max(steps, 0)], rolled[max(len(rolled) + min(steps, 0), 0) :] = -1, -1
+            assert got == np.moveaxis(rolled, 0, axis)[grid.coords]
+            part = grid.sub([other == axis for other in range(dims)])
+            line = np.moveaxis(ranks, axis, -1)[(*np.delete(grid.coords, axis), slice(None))]
+            assert part.comm.allgather_object(comm.rank) == line.tolist()
+            part.comm.free()
 
     @law(first=reductions(), second=reductions(), order=orders_of_requests())
     def test_dup_is_independent(

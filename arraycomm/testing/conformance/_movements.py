@@ -59,7 +59,8 @@ class MovementLaws:
     def test_bcast_copies(self, comm: Communicator, given_arrays: Arrays, root: int) -> None:
         """Every rank gets the root's array, in every bit, and as an array of its own kind."""
         x, want = given_arrays.build(comm.rank), given_arrays.elements()[root]
-        for result in (comm.bcast(x, root), comm.ibcast(x, root).wait()):
+        given = x if comm.rank == root else None
+        for result in (comm.bcast(x, root), comm.ibcast(given, root, like=x).wait()):
             check_copy(check_like(result, x), want)
 
     @law(
@@ -116,6 +117,7 @@ class MovementLaws:
         check_copy(check_like(comm.scatter(x, root, like=x), x), want)
         local = x if comm.rank == root else None
         check_copy(check_like(comm.scatter(local, root), want if local is None else x), want)
+        check_copy(check_like(comm.iscatter(local, root, like=x).wait(), x), want)
 
     @law(given_arrays=rows())
     def test_alltoall_transposes(self, comm: Communicator, given_arrays: Arrays) -> None:
@@ -139,6 +141,15 @@ class MovementLaws:
             assert list(gathered[1]) == [len(own) for own in elements]
         share = comm.scatterv(x, drawn.counts[root], root, like=x)
         check_copy(check_like(share, x), drawn.rows(root, comm.rank))
+        given = (x, drawn.counts[root]) if comm.rank == root else (None, None)
+        share = comm.iscatterv(*given, root, like=x).wait()
+        check_copy(check_like(share, x), drawn.rows(root, comm.rank))
+        joined, counts = comm.iallgatherv(x, return_counts=True).wait()
+        check_copy(elements_of(joined), np.concatenate(elements))
+        assert list(counts) == [len(own) for own in elements]
+        assert (comm.igatherv(x, root, return_counts=True).wait() is None) == (comm.rank != root)
+        _, counts = comm.ialltoallv(x, drawn.counts[comm.rank], return_counts=True).wait()
+        assert list(counts) == [len(drawn.rows(sender, comm.rank)) for sender in range(comm.size)]
         received, counts = comm.alltoallv(x, drawn.counts[comm.rank], return_counts=True)
         parts = [drawn.rows(sender, comm.rank) for sender in range(comm.size)]
         check_copy(check_like(received, x), np.concatenate(parts))
@@ -180,15 +191,44 @@ class MovementLaws:
         with neighbours_unchanged(out):
             assert comm.sendrecv(x, dest, source, tags[1], out=out) is out
             check_copy(native(elements_of(out)), want)
-        sending = comm.isend(x, dest, tags[1])
-        assert comm.recv(source, tags[1], out=out) is out
+        sending, status = comm.isend(x, dest, tags[1]), Status()
+        assert comm.irecv(source, tags[1], out=out, status=status).wait() is out
         sending.wait()
+        sending = comm.isend(x, dest)
+        assert comm.recv(source, out=out) is out
+        sending.wait()
+        assert (status.source, status.tag) == (source, tags[1])
         check_copy(native(elements_of(out)), want)
-        check_copy(check_like(comm.sendrecv(x, dest, source, like=x), x), want)
+        sending = comm.isend(x, dest, tags[0])
+        check_copy(check_like(comm.irecv(source, tags[0], like=x).wait(), x), want)
+        sending.wait()
+        result = comm.sendrecv(x, dest, source, like=x, status=status)
+        check_copy(check_like(result, x), want)
+        assert (status.source, status.tag) == (source, 0)
         # Too long to be sent with what describes it.
         mine = np.arange(20_000) + comm.rank
         assert comm.sendrecv(mine, dest, source, out=mine) is mine
         check_copy(mine, np.arange(20_000) + source)
+
+    @law(given_arrays=messages(moved_shapes()), tags=message_tags())
+    def test_a_line_of_ranks_passes_on_what_it_gets(
+        self, comm: Communicator, given_arrays: Arrays, tags: Sequence[int]
+    ) -> None:
+        """Blocking calls pass the array of rank 0 and the object of the last rank along a line."""
+        size, rank, want = comm.size, comm.rank, given_arrays.elements()[0]
+        for tag, limit in ((tags[0], None), (tags[1], 60.0)):
+            x = comm.recv(rank - 1, tag, timeout=limit) if rank else given_arrays.build(0)
+            if rank < size - 1:
+                comm.send(x, rank + 1, tag, timeout=limit)
+            check_copy(native(elements_of(x)), native(want))
+        status = Status()
+        obj = (
+            comm.irecv_object(rank + 1, tags[1], status=status).wait() if rank < size - 1 else tags
+        )
+        if rank:
+            comm.send_object(obj, rank - 1, tags[1], timeout=60.0)
+        assert obj == tags
+        assert status.tag == (tags[1] if rank < size - 1 else None)
 
     @law(everyones=sealed(ranked.per_rank(objects())), order=orders_of_ranks(), tags=message_tags())
     def test_objects_are_messages_too(
@@ -218,7 +258,7 @@ class MovementLaws:
     ) -> None:
         """A collective with `out` writes there what it would return, and returns `out`."""
         x = reduction.arrays.build(comm.rank)
-        for name, args in _arguments(comm, x, reduction.op, root).items():
+        for name, args in arguments_of_collectives(comm, x, reduction.op, root).items():
             result = getattr(comm, name)(*args)
             want = None if result is None else np.array(elements_of(result))
             out = None if want is None else np.zeros_like(want)
@@ -270,7 +310,7 @@ class MovementLaws:
     ) -> None:
         """All collectives may be outstanding at once, and be waited for in any order."""
         x = reduction.arrays.build(comm.rank)
-        arguments = _arguments(comm, x, reduction.op, root)
+        arguments = arguments_of_collectives(comm, x, reduction.op, root)
         requests = {name: getattr(comm, f"i{name}")(*args) for name, args in arguments.items()}
         names = list(requests)
         random.Random(seed).shuffle(names)
@@ -333,7 +373,9 @@ class MovementLaws:
             assert elements_of(x).tobytes() == before, f"a result of {name} is its argument"
 
 
-def _arguments(comm: Communicator, x: Any, op: str, root: int) -> dict[str, tuple[Any, ...]]:
+def arguments_of_collectives(
+    comm: Communicator, x: Any, op: str, root: int
+) -> dict[str, tuple[Any, ...]]:
     """Return the arguments of each collective that accepts an array with a row for each rank.
 
     The subject of a suite need not have all of them.
@@ -367,7 +409,7 @@ def _calls(comm: Any, x: Any, op: str, root: int) -> dict[str, Callable[[], list
 
     collectives: dict[str, Callable[[], list[Any]]] = {
         name: functools.partial(call, name, *args)
-        for name, args in _arguments(comm, x, op, root).items()
+        for name, args in arguments_of_collectives(comm, x, op, root).items()
     }
     if not isinstance(comm, Communicator):
         return collectives

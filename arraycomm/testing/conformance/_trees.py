@@ -11,6 +11,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from arraycomm._communicator import Communicator
+from arraycomm._errors import MismatchError
 from arraycomm._functions import allreduce_gradients, allreduce_tree, synchronize
 from arraycomm._training.join import join
 from arraycomm._training.metrics import mean_metrics
@@ -26,6 +27,7 @@ from arraycomm.testing.conformance._checks import (
     is_array,
     leaves_of,
     native,
+    raises,
 )
 from arraycomm.testing.conformance._inputs import (
     Arrays,
@@ -205,18 +207,25 @@ class TreeLaws:
         last = max(counts.on(rank) for rank in range(comm.size))
         assert joined.synchronize(counts.on(comm.rank)) == last
 
-    @law(drawn=gradients())
+    @law(drawn=gradients(), bucket_bytes=st.integers(1, 1 << 17))
     def test_missing_gradients_count_as_zeros(
-        self, comm: Communicator, drawn: tuple[str, Sequence[Arrays], Sealed[Any]]
+        self,
+        comm: Communicator,
+        drawn: tuple[str, Sequence[Arrays], Sealed[Any]],
+        bucket_bytes: int,
     ) -> None:
-        """None on some ranks counts as zeros; None on all ranks stays None."""
+        """None on some ranks counts as zeros, or is an error; None on all ranks stays None."""
         op, leaves, present = drawn
         has = present.value
         local = [
             leaf.build(comm.rank) if own else None
             for leaf, own in zip(leaves, has[comm.rank], strict=True)
         ]
-        got = allreduce_gradients(local, op, comm=comm)
+        if any(len(set(column)) > 1 for column in zip(*has, strict=True)):
+            part = comm.dup()
+            with raises(MismatchError):
+                allreduce_gradients(local, op, missing="error", comm=part)
+        got = allreduce_gradients(local, op, bucket_bytes=bucket_bytes, comm=comm)
         for number, leaf in enumerate(leaves):
             if not any(others[number] for others in has):
                 assert got[number] is None

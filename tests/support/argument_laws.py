@@ -1,0 +1,151 @@
+"""Which laws pass each argument of each public call: `python -m tests.support.argument_laws` writes the page.
+
+Calls are read from the source of the laws, and of what these use.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import arraycomm as ac
+
+ROOT: Final = Path(__file__).parents[2]
+PAGE: Final = ROOT / "docs" / "evidence" / "laws.md"
+_CLASSES: Final = (ac.Communicator, ac.Request, ac.Grid, ac.DistributedDataContainer)
+_FUNCTIONS: Final = [
+    "DistributedDataContainer",
+    "DistributedOptimizer",
+    "ErrorFeedback",
+    "allreduce_gradients",
+    "allreduce_tree",
+    "exchange",
+    "join",
+    "mean_metrics",
+    "op",
+    "println",
+    "raise_on_difference",
+    "raise_on_nan",
+    "raise_together",
+    "synchronize",
+    "waitall",
+]
+# What no law of results can state: where ranks come from, and how a program ends.
+_LEFT_OUT: Final = ("abort", "from_mpi", "give_up", "shrink", "trace")
+
+Laws = dict[str, set[str]]
+
+
+def public_calls() -> dict[str, list[str]]:
+    """Return the parameters of each public call, by its name with its class."""
+    found = {name: getattr(ac, name) for name in _FUNCTIONS}
+    for kind in _CLASSES:
+        members = inspect.getmembers(kind, inspect.isfunction)
+        found |= {
+            f"{kind.__name__}.{name}": member
+            for name, member in members
+            if not name.startswith("_")
+            and name not in _LEFT_OUT
+            and member.__module__.startswith("arraycomm")
+        }
+    return {name: _parameters(call) for name, call in found.items()}
+
+
+def _parameters(call: Callable[..., Any]) -> list[str]:
+    return [name for name in inspect.signature(call).parameters if name != "self"]
+
+
+def laws() -> dict[str, dict[str, list[str]]]:
+    """Return for each call and parameter the laws that pass it."""
+    paths = [*ROOT.glob("properties/*.py"), *ROOT.glob("arraycomm/testing/conformance/*.py")]
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in sorted(paths)]
+    named = {name: node for tree in trees for name, node in _named(tree)}
+    calls, found = public_calls(), defaultdict[str, Laws](lambda: defaultdict(set))
+    for tree in trees:
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+                for name, passed in _passed(node, named, calls):
+                    for parameter in passed:
+                        found[name][parameter].add(node.name.removeprefix("test_"))
+    return {
+        name: {parameter: sorted(found[name][parameter]) for parameter in parameters}
+        for name, parameters in calls.items()
+    }
+
+
+def _named(tree: ast.Module) -> Iterator[tuple[str, ast.AST]]:
+    """Yield what the laws of a module may use: functions, classes and tables."""
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("Test"):
+            yield node.name, node
+        elif isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            yield from ((each.id, node) for each in targets if isinstance(each, ast.Name))
+
+
+def _passed(
+    law: ast.FunctionDef, named: dict[str, ast.AST], calls: dict[str, list[str]]
+) -> Iterator[tuple[str, list[str]]]:
+    """Yield the calls of a law, and of what it uses, with the parameters that they pass."""
+    seen, waiting = set[str](), [law]
+    tables, keywords = dict[str, int](), set[str]()
+    while waiting:
+        for node in ast.walk(waiting.pop()):
+            if isinstance(node, ast.Name) and node.id in named and node.id not in seen:
+                seen.add(node.id)
+                waiting.append(named[node.id])  # type: ignore[arg-type]
+            elif isinstance(node, ast.Dict):
+                # A table of calls: a name, and its positional arguments.
+                tables |= {
+                    str(key.value): len(value.elts)
+                    for key, value in zip(node.keys, node.values, strict=True)
+                    if isinstance(key, ast.Constant) and isinstance(value, ast.Tuple)
+                }
+            elif isinstance(node, ast.Call):
+                name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+                if any(isinstance(each, ast.Starred) for each in node.args):  # call(*args, out=out)
+                    keywords |= {each.arg for each in node.keywords if each.arg}
+                for full in _matching(name, calls):
+                    yield full, _bound(node, calls[full])
+    for name, count in tables.items():
+        for form in (name, f"i{name}"):
+            for full in _matching(form, calls):
+                yield full, [*calls[full][:count], *keywords.intersection(calls[full])]
+
+
+def _matching(name: str, calls: dict[str, list[str]]) -> list[str]:
+    return [full for full in calls if full.rpartition(".")[2] == name]
+
+
+def _bound(node: ast.Call, parameters: list[str]) -> list[str]:
+    given = [each.arg for each in node.keywords]
+    if None in given or ("options" in parameters and given):  # **options
+        return parameters
+    return [*parameters[: len(node.args)], *(name for name in given if name in parameters)]
+
+
+def page() -> str:
+    """Return the page of the evidence."""
+    lines = [
+        "# Laws of each argument",
+        "",
+        "Each argument of each public call, and the laws that pass it, read from the laws in",
+        "`arraycomm/testing/conformance` and `properties/`. The tests fail if an argument has no law.",
+        "",
+        "| call | argument | laws |",
+        "|---|---|---|",
+    ]
+    for name, parameters in laws().items():
+        for parameter, found in parameters.items():
+            shown = ", ".join(law.replace("_", " ") for law in found[:3])
+            more = f", and {len(found) - 3} more" if len(found) > 3 else ""
+            lines.append(f"| `{name}` | `{parameter}` | {shown}{more} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
