@@ -65,11 +65,11 @@ on_one_mpi := $(patsubst %,tests/%.py,collectives/test_layouts collectives/test_
 # What may differ where only the wheel and what it needs is installed: what it holds, imports that find nothing,
 # a world of one process, and, on NumPy alone, collectives of each kind, `given`, and the laws.
 in_wheel := properties/test_laws.py $(patsubst %,tests/%.py,test_packaging cli/test_run cli/test_doctor native/test_door session/test_runtime arrays/test_exchange \
-	collectives/test_reference collectives/test_objects collectives/test_requests protocol/test_engine trees/test_reduce \
+	collectives/test_objects collectives/test_requests protocol/test_engine trees/test_reduce \
 	training/test_data_on_ranks testing/test_run)
 # The laws, and a file for each thing that is promised beside them.
 quick := properties/test_laws.py properties/test_schedule_laws.py $(patsubst %,tests/%.py,test_packaging \
-	arrays/test_dlpack arrays/test_results arrays/test_malformed collectives/test_peers collectives/test_reference \
+	arrays/test_dlpack arrays/test_results arrays/test_malformed \
 	collectives/test_requests collectives/test_objects collectives/test_groups collectives/test_together collectives/test_reproducible \
 	protocol/test_arguments protocol/test_errors protocol/test_missing_ranks protocol/test_engine trees/test_reduce training/test_data_on_ranks training/test_metrics \
 	cuda/test_nccl_link cuda/test_staged_link testing/test_run)

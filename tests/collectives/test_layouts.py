@@ -74,6 +74,10 @@ def test_out_may_be_the_input_or_overlap_it(comm: Communicator, count) -> None:
             both[...] = memory
             assert comm.allreduce(x, out=out) is out
             assert same_bits(out.copy(), want)
+    for root in range(comm.size):
+        memory = _values((count,), comm.rank)
+        assert comm.bcast(memory, root, out=memory) is memory
+        assert same_bits(memory, _values((count,), root))
 
 
 @each_rank_of("few")
@@ -92,3 +96,15 @@ def test_torch_out_is_written_and_its_version_counted(comm: Communicator, torch)
             assert comm.allreduce(x, out=out) is out
             assert (out == 2.0 * comm.size).all()
             assert out._version > version
+
+
+@each_rank_of(3, "jax", "torch")
+def test_jax_array_is_not_changed_through_what_came_of_it(comm: Communicator, jax, torch) -> None:
+    """As by torch.from_dlpack(jax_array), and a write."""
+    for count in (3, 20_000):
+        x = jax.numpy.ones(count)
+        for got in (ac.exchange(x, "torch"), comm.scan(ac.exchange(x, torch.ones(1)))):
+            got.fill_(7)
+        with pytest.raises(BufferError, match="immutable"):
+            comm.alltoallv(np.ones(1, np.float32), [1] + [0] * (comm.size - 1), out=x)
+        assert (np.asarray(x) == 1).all()
