@@ -45,17 +45,6 @@ def test_messages_of_any_rank_and_tag_arrive_in_the_order_of_each(comm: Communic
     _gather_by_messages(comm, ac.ANY_SOURCE, ac.ANY_TAG, comm.rank + 3)
 
 
-@each_rank_of(2)
-def test_messages_with_any_tag_arrive_in_the_order_of_sending(comm: Communicator) -> None:
-    for number, count in enumerate((LONG, SHORT, LONG)):
-        if comm.rank == 1:
-            comm.send(np.full(count, number), 0, 9 - number)
-        else:
-            got = comm.recv(1, ac.ANY_TAG, status=(status := ac.Status()))
-            assert got.tolist() == [number] * count
-            assert (status.source, status.tag) == (1, 9 - number)
-
-
 @alone
 @pytest.mark.parametrize("seed", range(4))
 def test_every_interleaving_gives_each_message_to_one_receive(seed) -> None:
@@ -85,8 +74,7 @@ def _first_receives_first(comm: Communicator) -> None:
                 comm.send(np.array([number]), 0, 7)
 
 
-def test_first_receive_gets_the_first_message(on_ranks) -> None:
-    on_ranks(3, _first_receives_first)
+test_first_receive_gets_the_first_message = each_rank_of(3)(_first_receives_first)
 
 
 @each_rank_of(2)
@@ -157,21 +145,18 @@ def test_wrong_arguments_are_raised_at_once(comm: Communicator) -> None:
 
 
 @pytest.mark.parametrize("how", ["recv", "irecv"])
-def test_wait_ends_once_all_senders_have_left(on_ranks, transport, how) -> None:
+@each_rank_of(3)
+def test_wait_ends_once_all_senders_have_left(comm: Communicator, transport, how) -> None:
     if transport == "mpi-messages":
         pytest.skip(
             "a rank says there that it has left when it is asked, which pytest's do not hear"
         )
-
-    def check(comm: Communicator) -> None:
-        if comm.rank:
-            comm.send(comm.rank, 0)
-            return
-        assert sorted(int(comm.recv(ac.ANY_SOURCE)) for _ in range(2)) == [1, 2]
-        with pytest.raises(ac.PeerError, match=r"rank 1 has reached the end of its program"):
-            comm.recv(ac.ANY_SOURCE) if how == "recv" else comm.irecv(ac.ANY_SOURCE).wait()
-
-    on_ranks(3, check)
+    if comm.rank:
+        comm.send(comm.rank, 0)
+        return
+    assert sorted(int(comm.recv(ac.ANY_SOURCE)) for _ in range(2)) == [1, 2]
+    with pytest.raises(ac.PeerError, match=r"rank 1 has reached the end of its program"):
+        comm.recv(ac.ANY_SOURCE) if how == "recv" else comm.irecv(ac.ANY_SOURCE).wait()
 
 
 @each_rank_of(2)

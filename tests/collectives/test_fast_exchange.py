@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -133,22 +134,18 @@ def test_receives_from_any_rank_come_before_later_exchanges(comm: Communicator) 
         assert np.array_equal(comm.sendrecv(_numbered(1, 1), 0, 0), _numbered(0))
 
 
-def test_fast_paths_are_given_up_when_there_are_many(on_ranks, monkeypatch) -> None:
+@each_rank_of(2)
+def test_fast_paths_are_given_up_when_there_are_many(comm: Communicator, monkeypatch) -> None:
     monkeypatch.setattr(fast_paths, "_MOST", 3)
-
-    def check(comm: Communicator) -> None:
-        right, left = _ring(comm)
-        for turn in range(3):
-            for count in range(5):
-                got = comm.sendrecv(_numbered(comm.rank, turn, count=count), right, left)
-                assert np.array_equal(got, _numbered(left, turn, count=count))
-                assert len(internals.fast_paths(comm)) <= 3
-        with comm.dup() as other:
-            _warm(other)
-            assert len(internals.fast_paths(other)) == 1
-        assert not internals.fast_paths(other)
-
-    on_ranks(2, check)
+    right, left = _ring(comm)
+    for turn, count in product(range(3), range(5)):
+        got = comm.sendrecv(_numbered(comm.rank, turn, count=count), right, left)
+        assert np.array_equal(got, _numbered(left, turn, count=count))
+        assert len(internals.fast_paths(comm)) <= 3
+    with comm.dup() as other:
+        _warm(other)
+        assert len(internals.fast_paths(other)) == 1
+    assert not internals.fast_paths(other)
 
 
 @each_rank_of(2)

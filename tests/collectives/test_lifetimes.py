@@ -259,28 +259,24 @@ KINDS: dict[str, tuple[Callable[[int], Any], Callable[[Any], object]]] = {
 
 # Whatever carries them between processes gets bytes of all kinds alike.
 @pytest.mark.parametrize("kind", KINDS if LAUNCH is None else ["bytearray", "torch", "jax"])
-def test_arguments_are_their_owners_again(on_ranks, kind) -> None:
+@each_rank_of(2)
+def test_arguments_are_their_owners_again(comm: Communicator, kind) -> None:
     make, use = KINDS[kind]
-    make(1)
     into = {"out": lambda comm, x: comm.allreduce(ac.exchange(x, "numpy", copy=True), out=x)}
-
-    def check(comm: Communicator) -> None:
-        for length in (240, 60_000):
-            for name, call in (CALLS if kind == "jax" else CALLS | into).items():
-                x = make(length)
-                before = sys.getrefcount(x)
-                call(comm, x)
-                # Threads of requests may be about to let go of it.
-                until = time.monotonic() + LIMIT
-                while sys.getrefcount(x) > before and time.monotonic() < until:
-                    time.sleep(0.01)
-                assert sys.getrefcount(x) == before, name
-                try:
-                    use(x)
-                except Exception as error:
-                    raise AssertionError(f"after {name}: {error}") from error
-
-    on_ranks(2, check)
+    for length in (240, 60_000):
+        for name, call in (CALLS if kind == "jax" else CALLS | into).items():
+            x = make(length)
+            before = sys.getrefcount(x)
+            call(comm, x)
+            # Threads of requests may be about to let go of it.
+            until = time.monotonic() + LIMIT
+            while sys.getrefcount(x) > before and time.monotonic() < until:
+                time.sleep(0.01)
+            assert sys.getrefcount(x) == before, name
+            try:
+                use(x)
+            except Exception as error:
+                raise AssertionError(f"after {name}: {error}") from error
 
 
 @each_rank_of("few", "torch")

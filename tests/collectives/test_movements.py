@@ -124,22 +124,6 @@ def name(request: pytest.FixtureRequest) -> str:
     return name
 
 
-# Nothing, a row, few; around what travels with the header; many.
-LENGTHS = [0, 1, 3, 5, 16, 17, 1024, 4096, 4097, 20_000]
-
-
-@each_rank_of("few")
-def test_each_rank_gets_its_share(comm: Communicator, name) -> None:
-    for number, length in enumerate(LENGTHS):
-        arrays, counts = inputs(name, comm.size, length)
-        root = number % comm.size
-        mine = arrays[comm.rank].copy()
-        got = call(comm, name, mine, counts[comm.rank], root)
-        assert same(got, expected(name, arrays, counts, comm.rank, root)), length
-        assert got is None or got.flags.c_contiguous
-        assert mine.tobytes() == arrays[comm.rank].tobytes(), "the input stays as it is"
-
-
 @each_rank_of(3)
 def test_sizes_around_what_travels_with_the_header(comm: Communicator, name) -> None:
     """With one byte a row, each total from a byte too few to a byte too many."""
@@ -276,51 +260,33 @@ def test_what_the_other_ranks_pass_to_scatter_is_ignored(comm: Communicator) -> 
 
 
 @pytest.mark.parametrize("limit", [16, 1000])
+@each_rank_of(3)
 def test_more_bytes_than_one_movement_takes_go_in_pieces(
-    on_ranks, name, limit, monkeypatch
+    comm: Communicator, name, limit, monkeypatch
 ) -> None:
     monkeypatch.setattr(blocks, "MAX_BYTES", limit)
-
-    def check(comm: Communicator) -> None:
-        # So that little data is more than travels with the header.
-        internals.set_inline_bytes(comm, 128)
-        for length in (limit // 8 // comm.size, limit // 8, limit // 8 + 1, limit // 2):
-            arrays, counts = inputs(name, comm.size, max(length, 20))
-            root = comm.size - 1
-            got = call(comm, name, arrays[comm.rank], counts[comm.rank], root)
-            assert same(got, expected(name, arrays, counts, comm.rank, root)), length
-
-    on_ranks(3, check)
+    # So that little data is more than travels with the header.
+    internals.set_inline_bytes(comm, 128)
+    largest, root = internals.spans(comm), comm.size - 1
+    for length in (limit // 8 // comm.size, limit // 8, limit // 8 + 1, limit // 2):
+        arrays, counts = inputs(name, comm.size, max(length, 20))
+        got = call(comm, name, arrays[comm.rank], counts[comm.rank], root)
+        assert same(got, expected(name, arrays, counts, comm.rank, root)), length
+    assert 0 < max(largest) <= limit
 
 
+@each_rank_of("few")
 def test_bcast_and_objects_of_more_bytes_than_one_movement_takes(
-    on_ranks, few, monkeypatch
+    comm: Communicator, monkeypatch
 ) -> None:
     monkeypatch.setattr(blocks, "MAX_BYTES", 1000)
-
-    def check(comm: Communicator) -> None:
-        for root in range(comm.size):
-            x = values(np.int64, 9_001, root)
-            assert same(comm.bcast(x if comm.rank == root else None, root), x)
-            texts = ["é" * (20_000 + 1_000 * r) for r in range(comm.size)]
-            assert comm.allgather_object(texts[comm.rank]) == texts
-            gathered = comm.gather_object(texts[comm.rank], root)
-            assert gathered == (texts if comm.rank == root else None)
-
-    on_ranks(few, check)
-
-
-def test_no_single_movement_exceeds_its_limit(on_ranks, name, monkeypatch) -> None:
-    limit = 4096
-    monkeypatch.setattr(blocks, "MAX_BYTES", limit)
-
-    def check(comm: Communicator) -> None:
-        arrays, counts = inputs(name, comm.size, 9_000)
-        largest = internals.spans(comm)
-        call(comm, name, arrays[comm.rank], counts[comm.rank])
-        assert 0 < max(largest) <= limit
-
-    on_ranks(3, check)
+    for root in range(comm.size):
+        x = values(np.int64, 9_001, root)
+        assert same(comm.bcast(x if comm.rank == root else None, root), x)
+        texts = ["é" * (20_000 + 1_000 * r) for r in range(comm.size)]
+        assert comm.allgather_object(texts[comm.rank]) == texts
+        gathered = comm.gather_object(texts[comm.rank], root)
+        assert gathered == (texts if comm.rank == root else None)
 
 
 # Results --------------------------------------------------------------------------------------

@@ -179,13 +179,6 @@ def test_timeout_error_of_the_program_is_its_own(comm: Communicator) -> None:
         assert "the database did not answer" in str(raised.value)
 
 
-@each_rank_of("few")
-def test_request_says_where_it_was_made(comm: Communicator) -> None:
-    request = comm.ibarrier()
-    request.wait()
-    assert repr(request).startswith("<Request made at test_requests.py:")
-
-
 def test_free_counts_the_requests_that_nobody_can_wait_for_any_more(on_ranks, few) -> None:
     # Under MPI, the test runs on the ranks beyond `size` as well.
     took_part: list[int] = []
