@@ -104,50 +104,25 @@ def test_elementwise_folds_give_what_whole_ones_give(comm: Communicator) -> None
         arrays = [
             np.random.default_rng((count, r)).standard_normal(count) for r in range(comm.size)
         ]
-        _check_elementwise(comm, arrays)
-
-
-def _check_elementwise(comm: Communicator, arrays: list[Array]) -> None:
-    mine, root = arrays[comm.rank], comm.size - 1
-    made = ac.op(minus, elementwise=True)
-    want = _prefixes(minus, arrays)
-    assert same_bits(comm.allreduce(mine, made), want[-1])
-    reduced = comm.reduce(mine, made, root)
-    assert reduced is None or same_bits(reduced, want[-1])
-    assert same_bits(comm.scan(mine, made), want[comm.rank])
-    before = comm.exscan(mine, made)
-    assert before is None or same_bits(before, want[comm.rank - 1])
-    rows = np.stack([mine] * comm.size)
-    assert same_bits(comm.reduce_scatter(rows, made), want[-1])
-    counts = [comm.size, *[0] * (comm.size - 1)]
-    got = comm.reduce_scatter(rows, made, counts=counts)
-    assert same_bits(got, np.stack([want[-1]] * len(got)) if len(got) else rows[:0])
+        mine, root = arrays[comm.rank], comm.size - 1
+        made = ac.op(minus, elementwise=True)
+        want = _prefixes(minus, arrays)
+        assert same_bits(comm.allreduce(mine, made), want[-1])
+        reduced = comm.reduce(mine, made, root)
+        assert reduced is None or same_bits(reduced, want[-1])
+        assert same_bits(comm.scan(mine, made), want[comm.rank])
+        before = comm.exscan(mine, made)
+        assert before is None or same_bits(before, want[comm.rank - 1])
+        rows = np.stack([mine] * comm.size)
+        assert same_bits(comm.reduce_scatter(rows, made), want[-1])
+        counts = [comm.size, *[0] * (comm.size - 1)]
+        got = comm.reduce_scatter(rows, made, counts=counts)
+        assert same_bits(got, np.stack([want[-1]] * len(got)) if len(got) else rows[:0])
 
 
 # What the function gets
 
 ARITHMETIC = [f for f in installed_frameworks() if f not in ("buffer", "dlpack")]
-
-
-@pytest.mark.parametrize("framework", ARITHMETIC)
-@pytest.mark.parametrize("shape", [(2, 3), (90, 130)], ids=str)
-@each_rank_of(3)
-def test_function_gets_whole_arrays_of_the_callers_framework(
-    comm: Communicator, framework, shape
-) -> None:
-    cases = [_case(shape, framework, rank) for rank in range(comm.size)]
-    mine = cases[comm.rank].build()
-    seen: list[tuple[type, tuple[int, ...], Any]] = []
-
-    def fn(a: Any, b: Any) -> Any:
-        seen.extend((type(x), tuple(x.shape), x.dtype) for x in (a, b))
-        return a - b
-
-    got = comm.allreduce(mine, ac.op(fn))
-    assert type(got) is type(mine)
-    assert same_bits(_numpy(got), reduce(minus, [case.numpy() for case in cases]))
-    assert set(seen) <= {(type(mine), shape, mine.dtype)}
-    assert len(seen) == (4 if comm.rank == 0 else 0)
 
 
 def _case(shape: tuple[int, ...], framework: str, rank: int) -> ArrayCase:
@@ -160,21 +135,28 @@ def _numpy(array: Any) -> Array:
 
 
 @pytest.mark.parametrize("framework", ARITHMETIC)
+@pytest.mark.parametrize(
+    ("shape", "slices"), [((2, 3), False), ((90, 130), False), ((180, 130), True)], ids=str
+)
 @each_rank_of(3)
-def test_elementwise_function_gets_slices_of_the_callers_framework(
-    comm: Communicator, framework
+def test_function_gets_arrays_of_the_callers_framework(
+    comm: Communicator, framework, shape, slices
 ) -> None:
-    cases = [_case((180, 130), framework, rank) for rank in range(comm.size)]
+    """Whole ones on one rank, or slices on each."""
+    cases = [_case(shape, framework, rank) for rank in range(comm.size)]
     mine = cases[comm.rank].build()
-    seen: list[tuple[type, tuple[int, ...]]] = []
+    seen: list[tuple[type, tuple[int, ...], Any]] = []
 
     def fn(a: Any, b: Any) -> Any:
-        seen.extend((type(x), tuple(x.shape)) for x in (a, b))
+        seen.extend((type(x), tuple(x.shape), x.dtype) for x in (a, b))
         return a - b
 
-    got = comm.allreduce(mine, ac.op(fn, elementwise=True))
+    got = comm.allreduce(mine, ac.op(fn, elementwise=slices))
+    assert type(got) is type(mine)
     assert same_bits(_numpy(got), reduce(minus, [case.numpy() for case in cases]))
-    assert set(seen) == {(type(mine), (180 * 130 // comm.size,))}
+    part = (180 * 130 // comm.size,) if slices else shape
+    folds = slices or comm.rank == 0
+    assert seen == [(type(mine), part, mine.dtype)] * (2 * (comm.size - 1) if folds else 0)
 
 
 @each_rank_of("few")

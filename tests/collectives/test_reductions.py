@@ -9,76 +9,9 @@ import pytest
 import arraycomm as ac
 from arraycomm._communicator import Communicator
 from arraycomm._dtypes import BY_NAME
-from arraycomm._reduce import selection
 from tests.support import internals
 from tests.support.on_ranks import each_rank_of
-from tests.support.oracle import OPS, expected, family, same_bits, same_result, sample
-
-# One element, what travels in the header of a node, and what goes through a segment or in slices.
-COUNTS = [1, 37, 30_000]
-
-
-@pytest.fixture(params=["segment", "slices"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """How reductions go that do not fit in the header, where memory is shared."""
-    if request.param == "slices":
-        monkeypatch.setattr(selection, "is_preferred", lambda *_: False)
-    way: str = request.param
-    return way
-
-
-# A family each, and bfloat16; the laws draw the others.
-@pytest.mark.parametrize("name", ["bool", "int8", "float32", "bfloat16", "complex128"])
-@each_rank_of("few")
-def test_allreduce_is_the_fold_in_rank_order(comm: Communicator, few, way, name) -> None:
-    dtype = BY_NAME[name].dtype
-    for op, count in product(OPS[family(dtype)], COUNTS):
-        arrays = [sample(dtype, count, rank, op) for rank in range(comm.size)]
-        result = comm.allreduce(arrays[comm.rank], op)
-        few, last = slice(0, 200), slice(count - min(count, 100), count)
-        for part in (few, last):
-            want = expected([array[part] for array in arrays], op)
-            assert same_result(result[part], want, op), (op, count)
-        assert same_bits(comm.allreduce(arrays[comm.rank], op), result), (op, "called again")
-
-
-@pytest.mark.parametrize("name", ["int64", "bfloat16"])
-@each_rank_of("few")
-def test_reduce_gives_root_what_allreduce_gives_all(comm: Communicator, way, name) -> None:
-    dtype = BY_NAME[name].dtype
-    for op, count in product(OPS[family(dtype)], (5, 40_000)):
-        mine = sample(dtype, count, comm.rank, op)
-        before = mine.tobytes()
-        whole = comm.allreduce(mine, op)
-        for root in range(comm.size):
-            result = comm.reduce(mine, op, root)
-            if comm.rank == root:
-                assert same_bits(result, whole), op
-            else:
-                assert result is None
-        assert mine.tobytes() == before
-
-
-@each_rank_of("few", "torch")
-def test_subnormal_numbers_are_kept_in_threads_that_flush_them(comm: Communicator, torch) -> None:
-    x = np.full(5, 1e-310)
-    torch.set_flush_denormal(True)
-    try:
-        results = [comm.allreduce(x), comm.allreduce(x), comm.allreduce(np.full(9_000, 1e-310))]
-    finally:
-        torch.set_flush_denormal(False)
-    for result in results:
-        assert (result == expected([np.full(1, 1e-310)] * comm.size, "sum")[0]).all()
-        assert (result != 0).all()
-
-
-@each_rank_of(3)
-def test_overflow_is_silent_and_infinite(comm: Communicator) -> None:
-    for dtype in (np.float32, np.float16):
-        for count in (1, 20_000):
-            x = np.full(count, np.finfo(dtype).max, dtype)
-            for _ in range(2):
-                assert np.isposinf(comm.allreduce(x).astype(np.float64)).all()
+from tests.support.oracle import same_bits, sample
 
 
 @each_rank_of("few")

@@ -14,7 +14,7 @@ from arraycomm._arrays.frameworks.torch import TORCH
 from arraycomm._arrays.views import view
 from arraycomm._calls import refusals
 from arraycomm._communicator import Communicator
-from tests.support.frameworks import make, need
+from tests.support.frameworks import need
 from tests.support.on_ranks import each_rank_of
 
 UNLOADED = replace(TORCH, module="a module that is not loaded")
@@ -44,61 +44,29 @@ LIKES: dict[str, tuple[Callable[[], Any], Any, str]] = {
 def test_all_ranks_raise_and_go_on(comm: Communicator, call, kind) -> None:
     make, dtype, message = LIKES[kind]
     like = make() if comm.rank == 1 else None
-    x = None if comm.rank else np.zeros((comm.size, 10_000), dtype)
-    with pytest.raises(
-        TypeError if comm.rank == 1 else ac.PeerError,
-        match=rf"^{call}: .*{message}" if comm.rank == 1 else rf"^{call}: .* rank 1 has no dtype",
-    ):
-        CALLS[call](comm, x, like)
-    assert comm.allreduce(1) == comm.size
-    ones = None if comm.rank else np.ones((comm.size, 10_000), np.float32)
-    if kind != "torch" or comm.rank != 1:
-        assert np.asarray(CALLS[call](comm, ones, like)).flat[0] == 1
-    else:
-        assert CALLS[call](comm, ones, like).flatten()[0] == 1
-
-
-def test_a_missing_gradient_that_cannot_be_made_here(on_ranks) -> None:
-    jnp = need("jax").numpy
-
-    def check(comm: Communicator) -> None:
-        leaf = None if comm.rank == 1 else np.ones(3)
-        tree = {"a": leaf, "b": jnp.ones(1)}
+    for count in (1, 10_000):
+        x = None if comm.rank else np.zeros((comm.size, count), dtype)
         with pytest.raises(
             TypeError if comm.rank == 1 else ac.PeerError,
-            match=r"^allreduce_gradients: (JAX would cut|the framework of rank 1 has no dtype float64)",
+            match=rf"^{call}: .*{message if comm.rank == 1 else ' rank 1 has no dtype'}",
         ):
-            ac.allreduce_gradients(tree, comm=comm)
-        got = ac.allreduce_gradients(
-            {**tree, "b": None if comm.rank == 1 else jnp.ones(1)}, comm=comm
-        )
-        assert type(got["a"]) is np.ndarray
+            CALLS[call](comm, x, like)
         assert comm.allreduce(1) == comm.size
+        ones = None if comm.rank else np.ones((comm.size, count), np.float32)
+        assert ac.exchange(CALLS[call](comm, ones, like), "numpy").flat[0] == 1
 
-    on_ranks(3, check)
 
-
-@pytest.mark.parametrize("kind", ["torch", "jax", "array_api_strict", "numpy"])
-@pytest.mark.parametrize("length", [3, 30_000])
-def test_bcast_to_ranks_without_an_array_gives_the_framework_of_the_root(
-    on_ranks, kind, length
-) -> None:
-    module = need(kind)
-
-    def check(comm: Communicator) -> None:
-        x = make(kind, np.arange(length, dtype=np.float32))
-        got = comm.bcast(x if comm.rank == 1 else None, 1)
-        assert type(got) is type(x)
-        assert np.asarray(got).tolist() == list(range(length))
-        wanted = comm.bcast(
-            x if comm.rank == 1 else None, 1, like=None if comm.rank == 1 else np.ones(1)
-        )
-        assert type(wanted) is (type(x) if comm.rank == 1 else np.ndarray)
-        request = comm.ibcast(x if comm.rank == 1 else None, 1)
-        assert type(request.wait()) is type(x)
-
-    assert module is not None
-    on_ranks(3, check)
+@each_rank_of(3, "jax")
+def test_a_missing_gradient_that_cannot_be_made_here(comm: Communicator, jax) -> None:
+    leaf, ones = None if comm.rank == 1 else np.ones(3), jax.numpy.ones(1)
+    with pytest.raises(
+        TypeError if comm.rank == 1 else ac.PeerError,
+        match=r"^allreduce_gradients: (JAX would cut|the framework of rank 1 has no dtype float64)",
+    ):
+        ac.allreduce_gradients({"a": leaf, "b": ones}, comm=comm)
+    got = ac.allreduce_gradients({"a": leaf, "b": None if leaf is None else ones}, comm=comm)
+    assert type(got["a"]) is np.ndarray
+    assert comm.allreduce(1) == comm.size
 
 
 @each_rank_of(3, "jax", "torch")

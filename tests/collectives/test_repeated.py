@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 import arraycomm as ac
-from arraycomm._collectives import shared_arrays
 from arraycomm._reduce import chunks, selection
 from arraycomm._transports.base import Transport
 from tests.support import internals
@@ -36,22 +35,14 @@ def warmed(comm: ac.Communicator) -> None:
     assert internals.has_fast_paths(comm, 1)
 
 
-@each_rank_of("few")
-def test_repeated_calls_reduce_what_they_are_given(comm: ac.Communicator, few: int) -> None:
+@each_rank_of(3)
+def test_repeated_calls_are_counted(comm: ac.Communicator) -> None:
+    """What they give is a law."""
     warmed(comm)
-    before = comm.stats()["allreduce"]
-    results = []
-    for turn in range(3):
-        x = own(comm.rank, turn)
-        results.append(comm.allreduce(x))
-        np.testing.assert_array_equal(x, own(comm.rank, turn))
-    for turn, result in enumerate(results):
-        np.testing.assert_array_equal(result, total(few, turn))
-        assert result.flags.writeable
-        assert result.flags.owndata or result.base is not None
-    after = comm.stats()["allreduce"]
-    assert after["calls"] - before["calls"] == 3
-    assert after["bytes"] - before["bytes"] == 3 * COUNT * 8
+    for calls in range(2, 5):
+        comm.allreduce(own(comm.rank))
+        stats = comm.stats()["allreduce"]
+        assert (stats["calls"], stats["bytes"]) == (calls, calls * COUNT * 8)
 
 
 def _into(memory: Any, x: Any) -> Any:
@@ -72,26 +63,22 @@ PLACES: dict[str, Callable[[Any, Any], tuple[Any, Any]]] = {
 
 
 @pytest.mark.parametrize("place", PLACES)
+@each_rank_of(3)
 def test_memory_of_each_kind_gives_the_same(
-    on_ranks: OnRanks, place: str, monkeypatch: pytest.MonkeyPatch
+    comm: ac.Communicator, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One rank alone, or all, have arrays of a kind for which there may be no fast path."""
     # Results of one chunk are written before the next one is read.
     monkeypatch.setattr(selection, "CHUNK_BYTES", 64 << 10)
-
-    def check(comm: ac.Communicator) -> None:
-        warmed(comm)
-        memory = np.zeros(2 * COUNT + 8)
-        for turn, unusual in enumerate((0, comm.size - 1, comm.size)):
-            memory[...] = -1
-            where = place if comm.rank == unusual or unusual == comm.size else "whole"
-            x, out = PLACES[where](own(comm.rank, turn), memory)
-            assert comm.allreduce(x, out=out) is out
-            np.testing.assert_array_equal(out, total(comm.size, turn))
-            untouched = np.count_nonzero(memory == -1)
-            assert untouched >= COUNT + 1
-
-    on_ranks(3, check)
+    warmed(comm)
+    memory = np.zeros(2 * COUNT + 8)
+    for turn, unusual in enumerate((0, comm.size - 1, comm.size)):
+        memory[...] = -1
+        where = place if comm.rank == unusual or unusual == comm.size else "whole"
+        x, out = PLACES[where](own(comm.rank, turn), memory)
+        assert comm.allreduce(x, out=out) is out
+        np.testing.assert_array_equal(out, total(comm.size, turn))
+        assert np.count_nonzero(memory == -1) >= COUNT + 1
 
 
 @pytest.mark.parametrize(
@@ -180,31 +167,6 @@ def test_error_on_the_way_ends_the_communicator(
     on_ranks(3, check)
 
 
-def test_arrays_that_ranks_share_are_reduced_where_they_are(
-    on_ranks: OnRanks, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reduced = list[int]()
-    reduce = shared_arrays.allreduce
-
-    def counted(link: Any, *rest: Any) -> Any:
-        reduced.append(link.rank)
-        return reduce(link, *rest)
-
-    monkeypatch.setattr(shared_arrays, "allreduce", counted)
-
-    def check(comm: ac.Communicator) -> None:
-        warmed(comm)
-        x, out = (comm.empty(COUNT, np.float64) for _ in range(2))
-        for turn in range(2):
-            x[...] = own(comm.rank, turn)
-            np.testing.assert_array_equal(comm.allreduce(x, out=out), total(3, turn))
-            np.testing.assert_array_equal(comm.allreduce(own(comm.rank)), total(3))
-        if internals.transport(comm).shares_arrays:
-            assert reduced.count(comm.rank) == 2
-
-    on_ranks(3, check)
-
-
 @each_rank_of(3)
 def test_requests_that_are_outstanding_come_first(comm: ac.Communicator) -> None:
     warmed(comm)
@@ -216,18 +178,6 @@ def test_requests_that_are_outstanding_come_first(comm: ac.Communicator) -> None
         np.testing.assert_array_equal(request.wait(), total(3, 1))
     np.testing.assert_array_equal(comm.allreduce(own(comm.rank)), total(3))
     np.testing.assert_array_equal(request.wait(), total(3, 1))
-
-
-@each_rank_of(3, "torch")
-def test_tensors_get_tensors(comm: ac.Communicator, torch) -> None:
-    for turn in range(3):
-        x = torch.from_numpy(own(comm.rank, turn))
-        got = comm.allreduce(x)
-        assert isinstance(got, torch.Tensor)
-        np.testing.assert_array_equal(got.numpy(), total(3, turn))
-        out = torch.empty(COUNT, dtype=torch.float64)
-        assert comm.allreduce(x, out=out) is out
-        np.testing.assert_array_equal(out.numpy(), total(3, turn))
 
 
 # Small tensors, which are read in a quicker way from the second call on.

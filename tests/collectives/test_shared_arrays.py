@@ -14,6 +14,7 @@ from arraycomm._native import compiled
 from arraycomm.testing._arrays.frameworks import elements_of
 from tests.support import internals
 from tests.support.device import linked_devices
+from tests.support.frameworks import make
 from tests.support.on_ranks import each_rank_of
 
 COUNT = 70_001
@@ -74,6 +75,7 @@ def test_arrays_at_one_place_are_reduced_there(comm: Communicator, case, reduced
         np.testing.assert_array_equal(result, expected)
         if case not in {"in place", "overlapping", "in place on one rank"}:
             np.testing.assert_array_equal(x, value)
+    np.testing.assert_array_equal(comm.allreduce(values[0]), want[0])
     comm.barrier()
     few = comm.size <= 3 and compiled is not None
     there = case in WHERE_IT_LIES or (case in BY_FEW_RANKS and few)
@@ -110,25 +112,18 @@ def test_memory_is_kept_for_views_and_then_given_back(comm: Communicator) -> Non
     assert not blocks
 
 
-@pytest.mark.parametrize("framework", ["torch", "jax"])
-def test_arrays_of_frameworks(on_ranks, framework, reduced) -> None:
-    module = pytest.importorskip(framework)
-    dtype = {"torch": "bfloat16", "jax": np.float32}[framework]
-    like = module.ones(1) if framework == "torch" else module.numpy.ones(1)
-
-    def check(comm: Communicator) -> None:
-        x, out = comm.empty((3, COUNT), dtype, like), comm.empty((3, COUNT), dtype)
-        assert type(x) is type(like)
-        assert x.shape == (3, COUNT)
-        elements_of(x) if framework == "jax" else x.fill_(comm.rank + 1)
-        result = comm.allreduce(x, out=out)
-        total = comm.size * (comm.size + 1) // 2
-        assert result is out
-        assert framework == "jax" or (out == total).all()
-        comm.barrier()
-        assert bool(reduced) == internals.is_shared(comm)
-
-    on_ranks(3, check)
+@pytest.mark.parametrize(("framework", "dtype"), [("torch", "bfloat16"), ("jax", "float32")])
+@each_rank_of(3)
+def test_arrays_of_frameworks(comm: Communicator, framework, dtype, reduced) -> None:
+    like = make(framework, np.ones(1, np.float32))
+    x, out = comm.empty((3, COUNT), dtype, like), comm.empty((3, COUNT), dtype)
+    assert type(x) is type(like)
+    assert x.shape == (3, COUNT)
+    elements_of(x) if framework == "jax" else x.fill_(comm.rank + 1)
+    assert comm.allreduce(x, out=out) is out
+    assert framework == "jax" or (out == comm.size * (comm.size + 1) // 2).all()
+    comm.barrier()
+    assert bool(reduced) == internals.is_shared(comm)
 
 
 @each_rank_of("few")

@@ -23,40 +23,28 @@ from tests.support.on_ranks import LAUNCH, each_rank_of
 pytestmark = pytest.mark.both_control_channels
 
 
-def test_tensor_that_requires_grad_is_refused_by_every_movement(on_ranks) -> None:
-    torch = pytest.importorskip("torch")
+@each_rank_of(3, "torch")
+def test_tensor_that_requires_grad_is_refused_by_every_movement(comm: Communicator, torch) -> None:
     # Importing it takes seconds, and texts are the same on every transport.
     adapter = importlib.import_module("arraycomm.adapters.torch") if LAUNCH is None else None
+    x = torch.ones(comm.size, requires_grad=True)
+    for name, counts in {
+        **dict.fromkeys(("allreduce", "reduce", "reduce_scatter", "scan", "exscan", "bcast"), ()),
+        **dict.fromkeys(("allgather", "allgatherv", "gather", "gatherv", "alltoall"), ()),
+        "alltoallv": ([1] * comm.size,),
+    }.items():
+        with pytest.raises(TypeError, match=rf"^{name}: x requires gradients.*detach") as raised:
+            getattr(comm, name)(x, *counts)
+        named = f"arraycomm.adapters.torch.{name}"
+        if adapter is not None:
+            assert str(raised.value).endswith(named) == hasattr(adapter, name)
+    with pytest.raises(ac.PeerError if comm.rank else TypeError):
+        comm.scatter(x)
+    with torch.no_grad():
+        assert (comm.allreduce(x) == comm.size).all()
 
-    def check(comm: Communicator) -> None:
-        x = torch.ones(comm.size, requires_grad=True)
-        for name, call in {
-            "allgather": lambda: comm.allgather(x),
-            "allgatherv": lambda: comm.allgatherv(x),
-            "allreduce": lambda: comm.iallreduce(x).wait(),
-            "gather": lambda: comm.gather(x),
-            "gatherv": lambda: comm.gatherv(x),
-            "alltoall": lambda: comm.alltoall(x),
-            "alltoallv": lambda: comm.alltoallv(x, [1] * comm.size),
-            "reduce": lambda: comm.reduce(x),
-            "reduce_scatter": lambda: comm.reduce_scatter(x),
-            "scan": lambda: comm.scan(x),
-            "exscan": lambda: comm.exscan(x),
-            "bcast": lambda: comm.bcast(x),
-        }.items():
-            with pytest.raises(
-                TypeError, match=rf"^{name}: x requires gradients.*detach"
-            ) as raised:
-                call()
-            named = f"arraycomm.adapters.torch.{name}"
-            if adapter is not None:
-                assert str(raised.value).endswith(named) == hasattr(adapter, name)
-        with pytest.raises(ac.PeerError if comm.rank else TypeError):
-            comm.scatter(x)
-        with torch.no_grad():
-            assert (comm.allreduce(x) == comm.size).all()
 
-    on_ranks(3, check)
+Call = Callable[[Communicator], Any]
 
 
 def _small(comm: Communicator) -> Any:
@@ -66,7 +54,7 @@ def _small(comm: Communicator) -> Any:
 _receive = lambda out: lambda c: c.bcast(None if c.rank else np.ones(3), 0, out=out)  # noqa: E731
 
 
-def _scatter(root: int, out: Any = None) -> Callable[[Communicator], Any]:
+def _scatter(root: int, out: Any = None) -> Call:
     def call(c: Communicator) -> Any:
         sender = root % c.size
         return c.scatter(np.ones((c.size, 3)) if c.rank == sender else None, sender, out=out)
@@ -78,14 +66,11 @@ def _scatterv(c: Communicator) -> Any:
     return c.scatterv(None if c.rank else _rows(c), [1] * c.size)
 
 
-Different = dict[str, tuple[Callable[[Communicator], Any], Callable[[Communicator], Any], str]]
-
-
 def _rows(c: Communicator, length: int = 2) -> Any:
     return np.ones((c.size, length))
 
 
-DIFFERENT: Different = {
+DIFFERENT: dict[str, tuple[Call, Call, str]] = {
     "op": (_small, lambda c: c.allreduce(np.ones(3, np.float32), "max"), r"allreduce\(max\)"),
     "dtype": (_small, lambda c: c.allreduce(np.ones(3)), "float64"),
     "shape": (_small, lambda c: c.allreduce(np.ones((3, 1), np.float32)), r"\(3, 1\)"),
@@ -97,9 +82,6 @@ DIFFERENT: Different = {
     "split": (_small, lambda c: c.split(0), "split"),
     "object": (lambda c: c.bcast_object(1), lambda c: c.allgather_object(1), "allgather_object"),
     "dup": (lambda c: c.dup(), lambda c: c.dup(timeout=3.0), "timeout=3.0"),
-}
-
-DIFFERENT_MOVEMENTS: Different = {
     "allgatherv rows": (
         lambda c: c.allgatherv(np.ones((c.rank, 2))),
         lambda c: c.allgatherv(np.ones((c.rank, 3))),
@@ -150,22 +132,9 @@ DIFFERENT_MOVEMENTS: Different = {
 
 @pytest.mark.half_of_the_cases
 @pytest.mark.parametrize("case", DIFFERENT)
-def test_ranks_that_differ_raise_mismatch_everywhere(on_ranks, case) -> None:
-    on_ranks(3, _mismatch, *DIFFERENT[case])
-
-
-@pytest.mark.half_of_the_cases
-@pytest.mark.parametrize("case", DIFFERENT_MOVEMENTS)
-def test_ranks_that_differ_in_a_movement_raise_mismatch_everywhere(on_ranks, case) -> None:
-    on_ranks(3, _mismatch, *DIFFERENT_MOVEMENTS[case])
-
-
-def _mismatch(
-    comm: Communicator,
-    usual: Callable[[Communicator], Any],
-    other: Callable[[Communicator], Any],
-    message: str,
-) -> None:
+@each_rank_of(3)
+def test_ranks_that_differ_raise_mismatch_everywhere(comm: Communicator, case) -> None:
+    usual, other, message = DIFFERENT[case]
     healthy = comm.dup()
     for called_before in (False, True):
         broken = comm.dup()
@@ -279,20 +248,6 @@ def test_freed_communicator_says_so(comm: Communicator) -> None:
         with pytest.raises(ac.CommunicatorClosedError, match="it was freed"):
             call()
     inner.free()
-
-
-@each_rank_of(3, "jax")
-def test_result_that_a_framework_refuses_is_an_error_on_all(comm: Communicator, jax) -> None:
-    like = jax.numpy.ones(1)
-    for count in (3, 30_000):
-        x = np.ones(count)
-        if comm.rank == 1:
-            with pytest.raises(TypeError, match=r"^bcast: .*jax_enable_x64"):
-                comm.bcast(None, 0, like=like)
-        else:
-            with pytest.raises(ac.PeerError, match="rank 1 has no dtype float64"):
-                comm.bcast(x, 0)
-        assert comm.allreduce(1) == comm.size
 
 
 @each_rank_of(3)
