@@ -46,23 +46,20 @@ def _large(rank: int, *, held: bool) -> dict[int, np.ndarray]:
 
 @pytest.mark.parametrize("held", ["by all ranks", "by rank 0", "by none"])
 @pytest.mark.parametrize("op", ["sum", "mean"])
-def test_results_are_written_over_large_gradients(on_ranks, few, op, held) -> None:
-    def check(comm: Communicator) -> bool:
-        is_held = held == "by all ranks" or (held == "by rank 0" and comm.rank == 0)
-        mine = _large(comm.rank, held=is_held)
-        want = ac.allreduce_tree(mine, op, comm=comm)
-        rounds = Rounds(comm, op, {"bucket_bytes": 1 << 20, "compression": None})
-        reduced = rounds.reduce(Bucket(0, list(mine)), lambda: mine, Place(), may_overwrite=True)
-        over = [number for number, leaf in mine.items() if reduced.leaves[number] is leaf]
-        for number, leaf in reduced.leaves.items():
-            assert (leaf == want[number]).all()
-            assert leaf.dtype == mine[number].dtype
-            assert number in over or (mine[number] == _large(comm.rank, held=is_held)[number]).all()
-        assert over in ([], [0, 1, 2], [0, 1, 2, 3])
-        return bool(over)
-
-    shared = on_ranks(few, lambda comm: internals.is_shared(comm) and few > 1)
-    assert on_ranks(few, check) == shared
+@each_rank_of("few")
+def test_results_are_written_over_large_gradients(comm: Communicator, op, held) -> None:
+    is_held = held == "by all ranks" or (held == "by rank 0" and comm.rank == 0)
+    mine = _large(comm.rank, held=is_held)
+    want = ac.allreduce_tree(mine, op, comm=comm)
+    rounds = Rounds(comm, op, {"bucket_bytes": 1 << 20, "compression": None})
+    reduced = rounds.reduce(Bucket(0, list(mine)), lambda: mine, Place(), may_overwrite=True)
+    over = [number for number, leaf in mine.items() if reduced.leaves[number] is leaf]
+    for number, leaf in reduced.leaves.items():
+        assert (leaf == want[number]).all()
+        assert leaf.dtype == mine[number].dtype
+        assert number in over or (mine[number] == _large(comm.rank, held=is_held)[number]).all()
+    assert over in ([], [0, 1, 2], [0, 1, 2, 3])
+    assert bool(over) == (internals.is_shared(comm) and comm.size > 1)
 
 
 @each_rank_of(3)
@@ -77,31 +74,25 @@ def test_gradients_that_share_memory_are_not_overwritten(comm: Communicator) -> 
     assert (whole == np.arange(400_000.0) + comm.rank).all()
 
 
-def test_a_tree_costs_one_header(on_ranks, few) -> None:
-    def check(comm: Communicator) -> int:
-        before = internals.steps(comm)
-        ac.allreduce_tree([np.ones(50, dtype) for dtype in ("f2", "f4", "f8") * 20], comm=comm)
-        return internals.steps(comm) - before
-
-    assert on_ranks(few, check) == [1] * few
+@each_rank_of("few")
+def test_a_tree_costs_one_header(comm: Communicator) -> None:
+    before = internals.steps(comm)
+    ac.allreduce_tree([np.ones(50, dtype) for dtype in ("f2", "f4", "f8") * 20], comm=comm)
+    assert internals.steps(comm) - before == 1
 
 
-def test_few_leaves_of_a_dtype_cost_a_step_between_nodes(on_ranks, monkeypatch) -> None:
+@each_rank_of(3)
+def test_few_leaves_of_a_dtype_cost_a_step_between_nodes(comm: Communicator, monkeypatch) -> None:
     """What fits into a slot of the board goes by it, and not by two calls of MPI's."""
     # Slots may be so large that a chain of nodes would be preferred.
     monkeypatch.setattr(chain, "is_quicker", lambda *_: False)
-
-    def check(comm: Communicator) -> None:
-        before, control = internals.steps(comm), internals.control(comm)
-        # Within a node all of it travels with the header, and elsewhere one leaf has no room there.
-        count = 1000 if control.shared else control.payload // 4 + 1
-        tree = [np.ones(count, "f4"), np.full(3, 1.0 * comm.rank)]
-        got = ac.allreduce_tree(tree, "sum", comm=comm)
-        assert (got[0] == 3).all()
-        assert got[1].tolist() == [3.0] * 3
-        assert internals.steps(comm) - before == (1 if control.shared else 2)
-
-    on_ranks(3, check)
+    before, control = internals.steps(comm), internals.control(comm)
+    # Within a node all of it travels with the header, and elsewhere one leaf has no room there.
+    count = 1000 if control.shared else control.payload // 4 + 1
+    got = ac.allreduce_tree([np.ones(count, "f4"), np.full(3, 1.0 * comm.rank)], "sum", comm=comm)
+    assert (got[0] == 3).all()
+    assert got[1].tolist() == [3.0] * 3
+    assert internals.steps(comm) - before == (1 if control.shared else 2)
 
 
 @each_rank_of("few")

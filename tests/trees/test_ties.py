@@ -24,48 +24,41 @@ def _maker(name: str) -> Callable[[float], Any]:
 
 @pytest.mark.parametrize("framework", _KINDS)
 @pytest.mark.parametrize("call", ["mean_metrics", "allreduce_tree", "allreduce_gradients", "plan"])
-def test_the_loss_may_be_the_best_one_on_a_rank(on_ranks, few, framework, call) -> None:
+@each_rank_of("few")
+def test_the_loss_may_be_the_best_one_on_a_rank(comm: Communicator, framework, call) -> None:
     """The metrics of a rank that has just improved have one array twice."""
     make = _maker(framework)
-
-    def check(comm: Communicator) -> None:
-        losses = [3.0, 2.0, 1.0 if comm.rank == 0 else 4.0]
-        calls = {
-            "mean_metrics": lambda tree: ac.mean_metrics(tree, 1, comm=comm),
-            "allreduce_tree": lambda tree: ac.allreduce_tree(tree, comm=comm),
-            "allreduce_gradients": lambda tree: ac.allreduce_gradients(tree, comm=comm),
-            "plan": comm.plan({"loss": make(0.0), "best": make(0.0)}),
-        }
-        best: Any = None
-        for loss in map(make, losses):
-            best = loss if best is None or loss < best else best
-            got = calls[call]({"loss": loss, "best": best})
-        others = comm.size - 1
-        np.testing.assert_allclose(float(got["loss"]), (1 + 4 * others) / comm.size)
-        np.testing.assert_allclose(float(got["best"]), (1 + 2 * others) / comm.size)
-
-    on_ranks(few, check)
+    losses = [3.0, 2.0, 1.0 if comm.rank == 0 else 4.0]
+    calls = {
+        "mean_metrics": lambda tree: ac.mean_metrics(tree, 1, comm=comm),
+        "allreduce_tree": lambda tree: ac.allreduce_tree(tree, comm=comm),
+        "allreduce_gradients": lambda tree: ac.allreduce_gradients(tree, comm=comm),
+        "plan": comm.plan({"loss": make(0.0), "best": make(0.0)}),
+    }
+    best: Any = None
+    for loss in map(make, losses):
+        best = loss if best is None or loss < best else best
+        got = calls[call]({"loss": loss, "best": best})
+    others = comm.size - 1
+    np.testing.assert_allclose(float(got["loss"]), (1 + 4 * others) / comm.size)
+    np.testing.assert_allclose(float(got["best"]), (1 + 2 * others) / comm.size)
 
 
 @pytest.mark.parametrize("restored", [0, -1])
 @pytest.mark.parametrize("framework", _KINDS)
-def test_a_restored_state_meets_fresh_ones(on_ranks, few, framework, restored) -> None:
+@each_rank_of("few")
+def test_a_restored_state_meets_fresh_ones(comm: Communicator, framework, restored) -> None:
     """A fresh state has an array in two places, a restored one has two; one rank's is taken by all."""
-    make = _maker(framework)
-
-    def check(comm: Communicator) -> None:
-        root = restored % comm.size
-        params = {"w": make([1.0, float(comm.rank)]), "b": make(0.0)}
-        state = {"params": params, "ema": params, "step": 3}
-        if comm.rank == root:
-            state = pickle.loads(pickle.dumps(state))
-            state["ema"] = {"w": make([5.0, 6.0]), "b": make(7.0)}
-        got = ac.synchronize(state, root=root, comm=comm)
-        assert np.asarray(got["ema"]["w"]).tolist() == [5.0, 6.0]
-        assert np.asarray(got["params"]["w"]).tolist() == [1.0, root]
-        assert (float(got["ema"]["b"]), got["step"]) == (7.0, 3)
-
-    on_ranks(few, check)
+    make, root = _maker(framework), restored % comm.size
+    params = {"w": make([1.0, float(comm.rank)]), "b": make(0.0)}
+    state = {"params": params, "ema": params, "step": 3}
+    if comm.rank == root:
+        state = pickle.loads(pickle.dumps(state))
+        state["ema"] = {"w": make([5.0, 6.0]), "b": make(7.0)}
+    got = ac.synchronize(state, root=root, comm=comm)
+    assert np.asarray(got["ema"]["w"]).tolist() == [5.0, 6.0]
+    assert np.asarray(got["params"]["w"]).tolist() == [1.0, root]
+    assert (float(got["ema"]["b"]), got["step"]) == (7.0, 3)
 
 
 @each_rank_of(3, "torch")
