@@ -201,7 +201,7 @@ class FailureLaws:
             "maxloc": (x,),
             "minloc": (x,),
             "plan": ([x],),
-            "empty": (3,),
+            "empty": (3, "float32"),
             "synchronize": ([x],),
             "allreduce_tree": ([x],),
             "allreduce_gradients": ([x],),
