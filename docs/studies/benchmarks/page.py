@@ -27,7 +27,7 @@ BUSY: Final = "Other programs ran on it at the same time, so **take them as roug
 INTRODUCTION: Final = """\
 # Performance
 
-![Bars of arraycomm's time divided by another library's, for each goal in the table below](figures/benchmarks.svg){{ .figure }}
+![Bars of arraycomm's time divided by another library's, one for each row of the table below; a dashed line stands at 1](figures/benchmarks.svg){{ .figure }}
 
 How long do calls take in arraycomm, in mpi4py, in gloo (the CPU backend of `torch.distributed`) and in mpi4jax? The table has the goals that arraycomm is measured by, reached and missed: its time divided by the
 other's. Ratios above 1 are in bold.
@@ -70,7 +70,7 @@ most 0.35 of the time of mpi4py's `Allreduce`. Each byte of a slice is read once
 
 ## Training steps and compiled programs
 
-![Bars of arraycomm's time divided by another library's, for training steps and calls in jax.jit](figures/steps.svg){{ .figure }}
+![Bars of arraycomm's time divided by another library's: training steps beside DDP, and calls and a loop in jax.jit beside mpi4jax; a dashed line stands at 1](figures/steps.svg){{ .figure }}
 
 A training step has the same model, data and threads as with `DistributedDataParallel` over gloo. The call inside `jax.jit` stands beside the same program with mpi4jax.
 """
