@@ -7,7 +7,6 @@ from what it makes of the same source.
 from __future__ import annotations
 
 import ctypes
-import functools
 import re
 import shutil
 import subprocess
@@ -23,21 +22,11 @@ from arraycomm._arrays.device_memory import DeviceBuffer
 from arraycomm._cuda import kernels
 from arraycomm._cuda.kernels import CHUNK_BYTES, MAX_PIECES, MAX_ROWS, Kernels
 from tests.support import nvrtc
-from tests.support.oracle import (
-    CASES,
-    COMPLEX,
-    DTYPES,
-    FLOAT,
-    INTEGER,
-    NARROW,
-    OPS,
-    family,
-    same_result,
-)
+from tests.support.guarded import GUARD, check_guard, guarded, placed, values
+from tests.support.oracle import CASES, COMPLEX, DTYPES, FLOAT, NARROW, OPS, family, same_result
 
 Array = np.ndarray[Any, Any]
 
-_GUARD = 0x5A
 
 # Sizes and limits stand in both languages; the table of a launch has to fit in what CUDA passes by value.
 _SAME = f"""
@@ -105,7 +94,7 @@ class HostKernels(Kernels):
         self.launches = 0
 
     def _on_host(self, nbytes: int) -> DeviceBuffer:
-        memory = np.full(nbytes, _GUARD, np.uint8)
+        memory = np.full(nbytes, GUARD, np.uint8)
         return DeviceBuffer(memory.ctypes.data, nbytes, memory.dtype, memory, memory=None)
 
     def _launch(
@@ -125,67 +114,18 @@ def launcher(host: ctypes.CDLL) -> HostKernels:
     return HostKernels(host)
 
 
-def _special(dtype: np.dtype[Any]) -> Array:
-    if dtype in INTEGER:
-        bounds = np.iinfo(dtype)
-        return np.array([bounds.min, bounds.max, 0, 1, bounds.max - 1], dtype)
-    real = np.empty(0, dtype).real.dtype
-    limits = ml_dtypes.finfo(real)
-    values = [np.nan, np.inf, -np.inf, 0.0, -0.0, 1.0]
-    values += [float(limits.max), -float(limits.max)]
-    values += [float(limits.tiny), -float(limits.smallest_subnormal)]
-    with np.errstate(all="ignore"):
-        return np.array(values, real)
-
-
-@functools.cache
-def _values(dtype: np.dtype[Any], count: int, seed: int) -> Array:
-    """Numbers of like magnitude, then any bits, and special values among them."""
-    rng = np.random.default_rng((seed, count))
-    if dtype == np.bool_:
-        return rng.integers(0, 2, count).astype(bool)
-    if dtype in COMPLEX:
-        parts = _values(np.empty(0, dtype).real.dtype, 2 * count, seed)
-        return parts.view(dtype)
-    array = rng.integers(0, 256, count * dtype.itemsize, np.uint8).view(dtype)
-    if dtype not in INTEGER:
-        array[::2] = rng.standard_normal(len(array[::2])).astype(dtype)
-    some = rng.random(count) < 0.2
-    array[some] = rng.choice(_special(dtype), int(some.sum()))
-    return array
-
-
-def _guarded(count: int, dtype: np.dtype[Any], offset: int = 0) -> tuple[Array, Array]:
-    """Elements between bytes that nobody may write, and all of the bytes; aligned but for `offset`."""
-    whole = np.full(count * dtype.itemsize + 256, _GUARD, np.uint8)
-    start = 64 + -whole.ctypes.data % 64 + offset
-    return whole[start : start + count * dtype.itemsize].view(dtype), whole
-
-
-def _placed(array: Array, offset: int) -> Array:
-    placed, _ = _guarded(len(array), array.dtype, offset)
-    placed[...] = array
-    return placed
-
-
 def _addresses(arrays: Sequence[Array]) -> list[int]:
     return [array.ctypes.data for array in arrays]
-
-
-def _check_guard(whole: Array, part: Array) -> None:
-    start = part.ctypes.data - whole.ctypes.data
-    assert (whole[:start] == _GUARD).all()
-    assert (whole[start + part.nbytes :] == _GUARD).all()
 
 
 def _check_fold(launcher: HostKernels, dtype, op, rows: Sequence[Array], offset: int = 0) -> None:
     count = len(rows[0])
     wanted = np.empty(count, dtype)
     _folds.fold(op, dtype, rows, wanted)
-    out, whole = _guarded(count, dtype, offset)
+    out, whole = guarded(count, dtype, offset)
     launcher.reduce("fold", op, dtype, _addresses(rows), [out.ctypes.data], count, 0)
     assert same_result(out.copy(), wanted, op)
-    _check_guard(whole, out)
+    check_guard(out, whole)
 
 
 def _check_prefixes(
@@ -194,12 +134,12 @@ def _check_prefixes(
     count = len(rows[0])
     wanted = [np.empty(count, dtype) for _ in rows]
     _folds.prefixes(op, dtype, rows, wanted)
-    outs = [_guarded(count, dtype, offset) for _ in rows]
+    outs = [guarded(count, dtype, offset) for _ in rows]
     into = _addresses([out for out, _ in outs])
     launcher.reduce("prefixes", op, dtype, _addresses(rows), into, count, 0)
     for (out, whole), want in zip(outs, wanted, strict=True):
         assert same_result(out.copy(), want, op)
-        _check_guard(whole, out)
+        check_guard(out, whole)
 
 
 _CHECKS = pytest.mark.parametrize("check", [_check_fold, _check_prefixes], ids=["fold", "prefixes"])
@@ -213,7 +153,7 @@ _CARRIED = [
 
 
 def _rows(dtype, count: int, rows: int, step: int = 0) -> list[Array]:
-    return [_placed(_values(dtype, count, k), k * step) for k in range(rows)]
+    return [placed(values(dtype, count, k), k * step) for k in range(rows)]
 
 
 @_CHECKS
@@ -260,13 +200,13 @@ def test_the_fold_may_replace_the_first_row(host, dtype) -> None:
 )
 def test_any_byte_but_zero_is_true(launcher, op, wanted) -> None:
     rows = [np.full(20, byte, np.uint8) for byte in (2, 4)]
-    out = np.full(20, _GUARD, np.uint8)
+    out = np.full(20, GUARD, np.uint8)
     launcher.reduce("fold", op, np.dtype(bool), _addresses(rows), [out.ctypes.data], 20, 0)
     assert (out == wanted).all()
 
 
 def test_misaligned_elements_are_refused(launcher) -> None:
-    row = _placed(np.zeros(2, np.float32), 1)
+    row = placed(np.zeros(2, np.float32), 1)
     with pytest.raises(ValueError, match="aligned to 4 bytes"):
         launcher.reduce("fold", "sum", row.dtype, [row.ctypes.data], [row.ctypes.data], 2, 0)
 
@@ -303,14 +243,14 @@ def _pointers(*arrays: Array) -> Iterator[ctypes.c_void_p]:
 
 
 def _piece(nbytes: int, offset: int) -> Array:
-    return _placed(np.random.default_rng(nbytes).integers(0, 256, nbytes, np.uint8), offset)
+    return placed(np.random.default_rng(nbytes).integers(0, 256, nbytes, np.uint8), offset)
 
 
 @pytest.mark.parametrize("offset", [0, 1, 4, 12])
 def test_pieces_are_gathered_where_they_belong(launcher, offset) -> None:
     sizes = [0, 1, 16, 5, CHUNK_BYTES, 3, CHUNK_BYTES + 1, 0, 3 * CHUNK_BYTES, 100]
     sources = [_piece(size, offset * (place % 2)) for place, size in enumerate(sizes)]
-    target, whole = _guarded(sum(sizes) + 8 * len(sizes), np.dtype(np.uint8), offset)
+    target, whole = guarded(sum(sizes) + 8 * len(sizes), np.dtype(np.uint8), offset)
     wanted, pieces, end = target.copy(), [], 0
     for place, source in enumerate(sources):
         zeros = place in (2, 6)
@@ -319,7 +259,7 @@ def test_pieces_are_gathered_where_they_belong(launcher, offset) -> None:
         end += source.size + 8
     launcher.gather_pieces(pieces, target.ctypes.data, 0)
     assert np.array_equal(target, wanted)
-    _check_guard(whole, target)
+    check_guard(target, whole)
 
 
 def test_more_pieces_than_one_launch_takes_are_all_gathered(launcher) -> None:
@@ -335,7 +275,7 @@ def test_more_pieces_than_one_launch_takes_are_all_gathered(launcher) -> None:
 @pytest.mark.parametrize("dtype", ["float16", "complex64", "float8_e5m2", "int16"])
 @pytest.mark.parametrize("nbytes", [1, 12, CHUNK_BYTES * 9 + 3])
 def test_results_are_spoilt_only_if_their_call_is_given_up(launcher, nbytes, dtype) -> None:
-    target, whole = _guarded(nbytes, np.dtype(np.uint8), 1)
+    target, whole = guarded(nbytes, np.dtype(np.uint8), 1)
     given_up, before = np.zeros(1, np.uint32), target.copy()
     launcher.spoil(target.ctypes.data, nbytes, given_up.ctypes.data, 0)
     assert np.array_equal(target, before)
@@ -345,7 +285,7 @@ def test_results_are_spoilt_only_if_their_call_is_given_up(launcher, nbytes, dty
     found = target[: nbytes - nbytes % kind.itemsize].copy().view(kind)
     assert (target == 255).all()
     assert (found == -1).all() if kind.kind == "i" else np.isnan(found).all()
-    _check_guard(whole, target)
+    check_guard(target, whole)
 
 
 def test_nothing_is_launched_for_nothing(launcher) -> None:

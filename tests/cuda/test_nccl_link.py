@@ -34,10 +34,10 @@ from arraycomm._cuda.nccl_link import NcclLink, refuse_sharing
 from arraycomm._cuda.staged_link import HostStagedLink
 from arraycomm._dtypes import BY_NAME, OPS, TABLE
 from arraycomm._errors import TransportError
-from arraycomm._protocol.waits.waiting import wait_for
 from arraycomm._reduce import algorithms
 from arraycomm._transports.base import Blocks, Handle
 from tests.support.device import software_device
+from tests.support.internals import finish
 
 OK, INVALID_ARGUMENT, REMOTE_ERROR, IN_PROGRESS = 0, 4, 6, 7
 UINT8 = np.dtype(np.uint8)
@@ -61,13 +61,6 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # Driving it ----------------------------------------------------------------------------------------
-
-
-def finish(*handles: Handle) -> None:
-    def watch(waited: float) -> None:
-        assert waited < 20, "the movement does not end"
-
-    wait_for(lambda: not [handle for handle in handles if not handle.done()], 0, watch)
 
 
 def drive(program: Generator[Handle, None, Any]) -> Any:

@@ -15,7 +15,6 @@ from arraycomm._arrays.device_memory import DeviceBuffer
 from arraycomm._arrays.pinned import Staging
 from arraycomm._cuda.device import CudaMemory
 from arraycomm._cuda.staged_link import HostStagedLink
-from arraycomm._protocol.waits.waiting import wait_for
 from arraycomm._transports.base import Blocks, Handle
 from tests.support import internals
 from tests.support.device import software_device
@@ -77,13 +76,6 @@ def _link(
     return HostStagedLink(internals.transport(comm), memory, Staging(pins or Pins()), chunk), memory
 
 
-def _finish(handle: Handle) -> None:
-    def watch(waited: float) -> None:
-        assert waited < 20, "the movement does not end"
-
-    wait_for(handle.done, 0, watch)
-
-
 def _logging(comm: Communicator, memory: Told, name: str) -> None:
     """Have the host's movements of one kind stand in the log."""
     link: Any = internals.transport(comm)
@@ -103,10 +95,10 @@ def test_allreduce_folds_chunk_by_chunk(comm, count) -> None:
     link, memory = _link(comm)
     x = (np.arange(count) * 7 % 23 + comm.rank).astype("float32")
     source, target = memory.upload(x), memory.upload(np.zeros_like(x))
-    _finish(link.allreduce(source, target, "mean"))
+    internals.finish(link.allreduce(source, target, "mean"))
     want = comm.allreduce(x, "mean")
     assert memory.elements(target).tobytes() == want.tobytes()
-    _finish(link.allreduce(source, source, "mean"))
+    internals.finish(link.allreduce(source, source, "mean"))
     assert memory.elements(source).tobytes() == want.tobytes()
 
 
@@ -123,13 +115,15 @@ def test_copies_go_on_while_mpi_has_a_chunk(comm, name) -> None:
         chunks = 9
         _logging(apart, memory, "alltoall" if name == "allreduce" else name)
         if name == "allreduce":
-            _finish(link.allreduce(device_buffer.view("f4"), device_buffer.view("f4"), "max"))
+            internals.finish(
+                link.allreduce(device_buffer.view("f4"), device_buffer.view("f4"), "max")
+            )
         elif name == "bcast":
-            _finish(link.bcast(device_buffer, 0))
+            internals.finish(link.bcast(device_buffer, 0))
         else:
             counts = [len(device_buffer) // apart.size // 4 * 4] * apart.size
             offsets = [counts[0] * rank for rank in range(apart.size)]
-            _finish(link.allgather(Blocks(device_buffer[: sum(counts)], counts, offsets)))
+            internals.finish(link.allgather(Blocks(device_buffer[: sum(counts)], counts, offsets)))
             chunks = -(-counts[0] // (chunk // apart.size))
         log = memory.log
         if name == "bcast" and comm.rank:
@@ -189,22 +183,22 @@ def test_blocks_may_lie_anywhere(comm, scale) -> None:
 
     sent = [scale * (r + comm.rank) for r in ranks]
     recv = made(sent, comm.size)
-    _finish(link.alltoall(made(sent, None), recv))
+    internals.finish(link.alltoall(made(sent, None), recv))
     assert blocks(recv) == values(sent, [1 + 10 * r + comm.rank for r in ranks])
 
     lengths = [scale * r for r in ranks]
     recv = made(lengths, comm.rank)
-    _finish(link.allgather(recv))
+    internals.finish(link.allgather(recv))
     assert blocks(recv) == values(lengths, [1 + 11 * r for r in ranks])
 
     for root in ranks:
         mine = memory.upload(np.full(lengths[comm.rank], 1 + comm.rank, np.uint8))
         recv = made(lengths, comm.size)
-        _finish(link.gather(mine, recv if comm.rank == root else None, root))
+        internals.finish(link.gather(mine, recv if comm.rank == root else None, root))
         assert comm.rank != root or blocks(recv) == values(lengths, [1 + r for r in ranks])
         into = memory.upload(np.full(lengths[comm.rank], 255, np.uint8))
         send = made(lengths, None) if comm.rank == root else None
-        _finish(link.scatter(send, into, root))
+        internals.finish(link.scatter(send, into, root))
         assert (memory.elements(into) == 1 + 10 * root + comm.rank).all()
 
 
@@ -222,7 +216,7 @@ def test_movement_keeps_to_the_stream_in_which_it_began(on_ranks: OnRanks, sever
         link = HostStagedLink(internals.transport(comm), memory, Staging(Pins()), CHUNK).at(first)
         handle = link.bcast(link.memory.upload(np.ones(5000, np.uint8)), 0)
         assert link.at(other).memory.stream == other
-        _finish(handle)
+        internals.finish(handle)
         assert first in streams
         assert other not in streams
 
@@ -247,7 +241,7 @@ def test_pinned_memory_is_kept_while_the_device_copies_from_it(on_ranks, several
         link = HostStagedLink(internals.transport(comm), memory, staging, CHUNK)
         device_buffer = memory.upload(np.full(700, comm.rank + 1, np.uint8))
         target = memory.allocate(700)
-        _finish(link.allreduce(device_buffer, target, "max"))
+        internals.finish(link.allreduce(device_buffer, target, "max"))
         for _ in range(4):
             staging.empty(4096)[...] = 0
         memory.may.set()

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
-import ml_dtypes
 import numpy as np
 import pytest
 
@@ -18,6 +17,7 @@ from arraycomm._dtypes import BY_NAME
 from arraycomm._folds import by_numpy
 from arraycomm._folds.ieee import in_ieee_mode
 from arraycomm._native import compiled
+from tests.support.guarded import check_guard, guarded, placed, special, values
 from tests.support.launcher import run_python
 from tests.support.oracle import CASES, IDS, NARROW, same_result
 
@@ -28,8 +28,6 @@ from arraycomm._folds import in_c
 
 Array = np.ndarray[Any, Any]
 
-_GUARD = 0x5A
-
 
 @pytest.fixture(params=compiled.levels())
 def level(request: pytest.FixtureRequest) -> Iterator[str]:
@@ -38,70 +36,33 @@ def level(request: pytest.FixtureRequest) -> Iterator[str]:
     compiled.use_level(before)
 
 
-def _special(dtype: np.dtype[Any]) -> Array:
-    """Values at the ends of a dtype, and those that compare in a way of their own."""
-    if dtype.kind in "iu":
-        bounds = np.iinfo(dtype)
-        return np.array([bounds.min, bounds.max, 0, 1, bounds.max - 1], dtype)
-    limits = ml_dtypes.finfo(dtype)
-    tiny = [float(limits.tiny), float(limits.smallest_subnormal), float(limits.max)]
-    signed = np.array([0.0, 1.0, 3.0, np.inf, np.nan, *tiny])
-    with np.errstate(all="ignore"):
-        return np.concatenate([signed, -signed]).astype(dtype)
-
-
-def _values(dtype: np.dtype[Any], count: int, seed: int) -> Array:
-    """Any bits, numbers of like magnitude, and special values among them."""
-    rng = np.random.default_rng((seed, count))
-    if dtype == np.bool_:
-        # As another library may store True.
-        return (rng.integers(0, 2, count, np.uint8) * rng.integers(1, 256, count, np.uint8)).view(
-            bool
-        )
-    if dtype.kind == "c":
-        return _values(np.empty(0, dtype).real.dtype, 2 * count, seed).view(dtype)
-    array = rng.integers(0, 256, count * dtype.itemsize, np.uint8).view(dtype)
-    if dtype.kind not in "iu":
-        array[::2] = rng.standard_normal(len(array[::2])).astype(dtype)
-    some = rng.random(count) < 0.2
-    array[some] = rng.choice(_special(dtype), int(some.sum()))
-    return array
-
-
-def _placed(array: Array, offset: int) -> tuple[Array, Array]:
-    """A copy so many bytes behind an aligned address, and all of its memory, guarded on both sides."""
-    whole = np.full(array.nbytes + 256, _GUARD, np.uint8)
-    start = 64 + -whole.ctypes.data % 64 + offset
-    placed = whole[start : start + array.nbytes].view(array.dtype)
-    placed[...] = array
-    return placed, whole
-
-
-def _is_guarded(part: Array, whole: Array) -> bool:
-    start = part.ctypes.data - whole.ctypes.data
-    rest = np.delete(whole, slice(start, start + part.nbytes))
-    return bool((rest == _GUARD).all())
-
-
 def _check(op: str, dtype: np.dtype[Any], rows: list[Array], offset: int = 0) -> None:
     """Fold, and fold all prefixes, into guarded memory."""
     empty = np.zeros(len(rows[0]), dtype)
     wanted = [empty.copy() for _ in rows]
     by_numpy.prefixes(op, dtype, rows, wanted)
-    placed = [_placed(empty, offset) for _ in range(len(rows) + 1)]
-    outs = [out for out, _ in placed]
+    memory = [guarded(len(empty), dtype, offset) for _ in range(len(rows) + 1)]
+    outs = [out for out, _ in memory]
     in_c.fold(op, dtype, rows, outs[0])
     in_c.prefixes(op, dtype, rows, outs[1:])
     for out, want in zip(outs, [wanted[-1], *wanted], strict=True):
         assert same_result(out.copy(), want, op)
     half = len(rows) // 2
-    total, whole = _placed(np.zeros(len(empty), by_numpy.total_dtype(dtype)), offset)
-    placed.append((total, whole))
+    memory.append(guarded(len(empty), by_numpy.total_dtype(dtype), offset))
+    total, _ = memory[-1]
     if half:
         in_c.fold_on(op, dtype, None, 0, rows[:half], total, more=True)
     in_c.fold_on(op, dtype, total if half else None, half, rows[half:], outs[0], more=False)
     assert same_result(outs[0].copy(), wanted[-1], op)
-    assert all(_is_guarded(*pair) for pair in placed)
+    for pair in memory:
+        check_guard(*pair)
+
+
+def _stored(array: Array) -> Array:
+    """Return the elements as another library may store them: True is any byte but zero."""
+    if array.dtype != np.bool_:
+        return array
+    return (array * np.resize(np.arange(1, 256, dtype=np.uint8), len(array))).view(bool)
 
 
 @pytest.mark.parametrize(("dtype", "op"), CASES, ids=IDS)
@@ -115,7 +76,7 @@ def test_folds_in_c_are_those_of_numpy(level, dtype, op) -> None:
         (4, 700, 1),
         (20, 33, 0),
     ):
-        arrays = [_placed(_values(dtype, count, row), offset)[0] for row in range(rows)]
+        arrays = [placed(_stored(values(dtype, count, row)), offset) for row in range(rows)]
         _check(op, dtype, arrays, offset)
 
 
@@ -123,7 +84,7 @@ def test_folds_in_c_are_those_of_numpy(level, dtype, op) -> None:
 def test_every_pair_of_narrow_floats_is_rounded_as_ml_dtypes_does_it(level, dtype) -> None:
     """Every pair of 8 bits; of 16 bits every number with some, which are halfway between two as well."""
     every = np.arange(1 << (8 * dtype.itemsize)).astype(f"uint{8 * dtype.itemsize}").view(dtype)
-    others = every if dtype.itemsize == 1 else np.append(_special(dtype), _values(dtype, 8, 1))
+    others = every if dtype.itemsize == 1 else np.append(special(dtype), values(dtype, 8, 1))
     pair = [row.reshape(-1) for row in np.meshgrid(every, others)]
     for op in ("sum", "prod", "min", "max"):
         wanted, got = (np.empty(pair[0].shape, dtype) for _ in range(2))
@@ -149,7 +110,7 @@ _LARGE: Final = (2 << 20) + 700
 )
 def test_several_threads_give_the_same_bits(threads, name, op) -> None:
     dtype = BY_NAME[name].dtype
-    _check(op, dtype, [_values(dtype, _LARGE // dtype.itemsize, row) for row in range(3)])
+    _check(op, dtype, [values(dtype, _LARGE // dtype.itemsize, row) for row in range(3)])
 
 
 def test_several_threads_take_part_in_a_large_fold(threads) -> None:

@@ -22,9 +22,10 @@ from arraycomm._protocol.group import Group, Options
 from arraycomm._protocol.waits import clock, deadlock
 from arraycomm._protocol.waits.deadlock import WaitReports, WaitStatus
 from arraycomm._protocol.waits.progress import ProgressThread
+from arraycomm._protocol.waits.waiting import wait_for
 from arraycomm._reduce import segment as segments
 from arraycomm._transports import control as channels
-from arraycomm._transports.base import Blocks, Transport
+from arraycomm._transports.base import Blocks, Handle, Transport
 
 if TYPE_CHECKING:
     # Programs on ranks do without it.
@@ -198,6 +199,15 @@ def finish_in_another_thread(comm: Member, task: Any) -> Any:
 def completed(comm: Member) -> int:
     """Return the step of the last call that this rank has completed, which others learn if it leaves."""
     return group(comm).control.completed
+
+
+def finish(*handles: Handle) -> None:
+    """Wait for movements, which may need one another."""
+
+    def watch(waited: float) -> None:
+        assert waited < 20, "the movement does not end"
+
+    wait_for(lambda: not [handle for handle in handles if not handle.done()], 0, watch)
 
 
 def spans(comm: Member) -> list[int]:

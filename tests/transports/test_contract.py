@@ -18,7 +18,7 @@ import pytest
 
 from arraycomm import Communicator
 from arraycomm._protocol.waits.waiting import wait_for
-from arraycomm._transports.base import Blocks, Handle, Transport
+from arraycomm._transports.base import Blocks, Transport
 from arraycomm._transports.control import PAYLOAD
 from arraycomm._transports.notes import FAILED, GAVE_UP, GONE
 from arraycomm._transports.processes.lives import Lives
@@ -50,15 +50,6 @@ def size(request: pytest.FixtureRequest) -> int:
 @pytest.fixture
 def several() -> int:
     return 3 if LAUNCH is None else SIZES[-1]
-
-
-def _finish(*handles: Handle) -> None:
-    """Wait for all, which may need one another."""
-
-    def watch(waited: float) -> None:
-        assert waited < 20, "the movement does not end"
-
-    wait_for(lambda: not [handle for handle in handles if not handle.done()], 0, watch)
 
 
 def _blocks(counts: list[int], fill: int = 0) -> Blocks:
@@ -129,7 +120,7 @@ class TransportContract:
             for rank in range(comm.size):
                 send.block(rank)[...] = 10 * comm.rank + rank
             recv = _blocks([scale * (comm.rank + r) for r in range(comm.size)], 255)
-            _finish(internals.transport(comm).alltoall(send, recv))
+            internals.finish(internals.transport(comm).alltoall(send, recv))
             for rank in range(comm.size):
                 assert (recv.block(rank) == 10 * rank + comm.rank).all()
 
@@ -138,7 +129,7 @@ class TransportContract:
         for scale in (0, 3, 5000):
             recv = _blocks([scale * (r + 1) for r in range(comm.size)], 255)
             recv.block(comm.rank)[...] = comm.rank
-            _finish(internals.transport(comm).allgather(recv))
+            internals.finish(internals.transport(comm).allgather(recv))
             for rank in range(comm.size):
                 assert (recv.block(rank) == rank).all()
 
@@ -148,7 +139,7 @@ class TransportContract:
             recv = _blocks([100 * r for r in range(comm.size)], 255)
             send = np.full(100 * comm.rank, comm.rank, np.uint8)
             into = recv if comm.rank == root else None
-            _finish(internals.transport(comm).gather(send, into, root))
+            internals.finish(internals.transport(comm).gather(send, into, root))
             for rank in range(comm.size):
                 want = rank if comm.rank == root else 255
                 assert (recv.block(rank) == want).all()
@@ -162,7 +153,7 @@ class TransportContract:
                     send.block(rank)[...] = 10 * root + rank
                 recv = np.full(scale * comm.rank, 255, np.uint8)
                 mine = send if comm.rank == root else None
-                _finish(internals.transport(comm).scatter(mine, recv, root))
+                internals.finish(internals.transport(comm).scatter(mine, recv, root))
                 assert (recv == 10 * root + comm.rank).all()
 
     @each_rank_of("size")
@@ -171,7 +162,7 @@ class TransportContract:
         offsets = [7 * (comm.size - 1 - rank) + 2 for rank in range(comm.size)]
         send = Blocks(memory, [5] * comm.size, offsets) if comm.rank == 0 else None
         recv = np.zeros(5, np.uint8)
-        _finish(internals.transport(comm).scatter(send, recv, 0))
+        internals.finish(internals.transport(comm).scatter(send, recv, 0))
         assert recv.tolist() == memory[offsets[comm.rank] :][:5].tolist()
 
     @each_rank_of("size")
@@ -179,7 +170,7 @@ class TransportContract:
         for root in range(comm.size):
             for count in (0, 5, 100_000):
                 buffer = np.full(count, comm.rank, np.uint8)
-                _finish(internals.transport(comm).bcast(buffer, root))
+                internals.finish(internals.transport(comm).bcast(buffer, root))
                 assert (buffer == root).all()
 
     @each_rank_of("size")
@@ -189,7 +180,7 @@ class TransportContract:
         into = [np.full(count, 255, np.uint8) for count in counts]
         recvs = [link.recv(buffer, left, 3) for buffer in into]
         mine = [np.full(n, 10 * comm.rank + k, np.uint8) for k, n in enumerate(counts)]
-        _finish(*(link.send(buffer, right, 3) for buffer in mine), *recvs)
+        internals.finish(*(link.send(buffer, right, 3) for buffer in mine), *recvs)
         for k, buffer in enumerate(into):
             assert (buffer == 10 * left + k).all()
 
@@ -201,26 +192,26 @@ class TransportContract:
         for tag in reversed(tags):
             into = np.empty(100_000, np.uint8)
             receiving = link.recv(into, left, tag)
-            _finish(receiving)
+            internals.finish(receiving)
             assert (into == tag & 7).all()
-        _finish(*sends)
+        internals.finish(*sends)
 
     @each_rank_of("size")
     def test_message_may_be_shorter_than_the_buffer_it_goes_into(self, comm: Communicator) -> None:
         link, right, left = _neighbours(comm)
         into = np.full(100, 255, np.uint8)
         receiving = link.recv(into, left, 0)
-        _finish(link.send(np.zeros(40, np.uint8), right, 0), receiving)
+        internals.finish(link.send(np.zeros(40, np.uint8), right, 0), receiving)
         assert (into[:40] == 0).all()
         assert (into[40:] == 255).all()
 
     @each_rank_of("size")
     def test_short_message_to_oneself_waits_for_nothing(self, comm: Communicator) -> None:
         mine = np.arange(100, dtype=np.uint8)
-        _finish(internals.transport(comm).send(mine, comm.rank, 0))
+        internals.finish(internals.transport(comm).send(mine, comm.rank, 0))
         mine[...] = 255
         into = np.empty(100, np.uint8)
-        _finish(internals.transport(comm).recv(into, comm.rank, 0))
+        internals.finish(internals.transport(comm).recv(into, comm.rank, 0))
         assert (into == np.arange(100)).all()
 
     @each_rank_of("size")
@@ -229,7 +220,7 @@ class TransportContract:
         receiving = link.recv(np.empty(10, np.uint8), left, 0)
         assert not any(receiving.done() for _ in range(100))
         comm.barrier()
-        _finish(link.send(np.zeros(10, np.uint8), right, 0), receiving)
+        internals.finish(link.send(np.zeros(10, np.uint8), right, 0), receiving)
 
     @each_rank_of("size")
     def test_long_message_is_not_finished_before_it_is_received(self, comm: Communicator) -> None:
@@ -237,7 +228,7 @@ class TransportContract:
         sending = link.send(np.zeros(10**6, np.uint8), right, 0)
         assert not any(sending.done() for _ in range(100))
         comm.barrier()
-        _finish(sending, link.recv(np.empty(10**6, np.uint8), left, 0))
+        internals.finish(sending, link.recv(np.empty(10**6, np.uint8), left, 0))
 
     @each_rank_of("size")
     def test_first_receive_gets_the_first_message_whichever_is_looked_at_first(
@@ -247,7 +238,7 @@ class TransportContract:
         into = np.full((3, 5_000), 255, np.uint8)
         recvs = [link.recv(row, left, 0) for row in into]
         sends = [link.send(np.full(5_000, k, np.uint8), right, 0) for k in range(3)]
-        _finish(*reversed(recvs), *sends)
+        internals.finish(*reversed(recvs), *sends)
         assert (into == [[0], [1], [2]]).all()
 
     @each_rank_of("size")
@@ -255,7 +246,7 @@ class TransportContract:
         link, right, left = _neighbours(comm)
         into, buffer = np.empty(10**5, np.uint8), np.full(10**5, comm.rank, np.uint8)
         receiving, moving = link.recv(into, left, 0), link.bcast(buffer, 0)
-        _finish(moving, receiving, link.send(np.full(10**5, 9, np.uint8), right, 0))
+        internals.finish(moving, receiving, link.send(np.full(10**5, 9, np.uint8), right, 0))
         assert (buffer == 0).all()
         assert (into == 9).all()
 
@@ -266,9 +257,9 @@ class TransportContract:
         sends = [link.send(np.full(9, k, np.uint8), right, 0) for k, link in enumerate(links)]
         for k, link in reversed(list(enumerate(links))):
             into = np.empty(9, np.uint8)
-            _finish(link.recv(into, left, 0))
+            internals.finish(link.recv(into, left, 0))
             assert (into == k).all()
-        _finish(*sends)
+        internals.finish(*sends)
         links[1].free()
 
     @each_rank_of("size")
@@ -278,7 +269,7 @@ class TransportContract:
         assert link is not None
         assert (link.rank, link.size) == (members.index(comm.rank), comm.size)
         buffer = np.full(10, comm.rank, np.uint8)
-        _finish(link.bcast(buffer, 0))
+        internals.finish(link.bcast(buffer, 0))
         assert (buffer == members[0]).all()
         link.free()
 

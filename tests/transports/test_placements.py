@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import accumulate
 
 import ml_dtypes
@@ -12,7 +12,6 @@ import pytest
 import arraycomm as ac
 from arraycomm._communicator import Communicator
 from arraycomm._native import compiled
-from arraycomm._protocol.waits.waiting import wait_for
 from arraycomm._reduce import algorithms, chain, chunks
 from arraycomm._training.rounds import Bucket, Place, Rounds
 from arraycomm._transports.base import Blocks, Steps, Transport
@@ -50,13 +49,6 @@ def comm(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     internals.transport(made).free()
 
 
-def _finish(done: Callable[[], bool]) -> None:
-    def watch(waited: float) -> None:
-        assert waited < TIMEOUT, "the movement does not end"
-
-    wait_for(done, 0, watch)
-
-
 def _blocks(counts: list[int]) -> Blocks:
     offsets = [sum(counts[:rank]) for rank in range(len(counts))]
     return Blocks(np.full(sum(counts), 255, np.uint8), counts, offsets)
@@ -82,7 +74,7 @@ def test_movements_that_overlap_do_not_mix(comm: Communicator) -> None:
         ]
         moved.append((number, gathered, got, said))
     # The last ones first.
-    _finish(lambda: not [handle for handle in handles[::-1] if not handle.done()])
+    internals.finish(*handles[::-1])
     for number, gathered, got, said in moved:
         assert (said == 10 * number + number % size).all()
         for peer in range(size):

@@ -12,7 +12,7 @@ from arraycomm import _folds
 from arraycomm._arrays.device_memory import DeviceBuffer
 from arraycomm._cuda.kernels import CHUNK_BYTES, MAX_PIECES, MAX_ROWS
 from tests.cuda.test_kernels import _CARRIED as CARRIED
-from tests.cuda.test_kernels import _values as values_of
+from tests.support.guarded import values as values_of
 from tests.support.oracle import CASES, IDS, same_result
 
 Array = np.ndarray[Any, Any]
