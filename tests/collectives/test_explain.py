@@ -44,12 +44,11 @@ def test_way_is_the_one_that_is_taken(on_ranks, few, count, monkeypatch) -> None
 
 
 @pytest.mark.both_control_channels
-def test_one_chunk_goes_through_the_segment_whatever_the_mpi(on_ranks, transport) -> None:
-    def check(comm: Communicator) -> str:
-        return ac.explain(np.ones(50_000), comm=comm).algorithm
-
-    if transport in ("threads", "mpi-shared"):
-        assert set(on_ranks(3, check)) == {"slices" if compiled is None else "segment"}
+@each_rank_of(3)
+def test_one_chunk_goes_through_the_segment_whatever_the_mpi(comm: Communicator, transport) -> None:
+    if transport != "mpi-messages":
+        way = "slices" if compiled is None else "segment"
+        assert ac.explain(np.ones(50_000), comm=comm).algorithm == way
 
 
 @each_rank_of("few")

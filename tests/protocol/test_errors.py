@@ -316,37 +316,27 @@ def test_interrupt_while_arguments_are_looked_at_ends_the_communicator(comm: Com
     comm.barrier()
 
 
-def test_without_the_check_there_is_one_exchange_fewer(on_ranks, monkeypatch) -> None:
+@each_rank_of(3)
+def test_without_the_check_there_is_one_exchange_fewer(comm: Communicator, monkeypatch) -> None:
     """Large arrays move at once; small ones travel with the exchange, which stays."""
     # Exchanges of the native part are not counted here.
     monkeypatch.setattr(FastPaths, "may_keep", False)
-
-    def check(comm: Communicator) -> None:
-        exchanges = {}
-        x = np.full(100_000, comm.rank + 1.0)
-        for checked in (True, False):
-            other = comm.dup(check=checked)
-            # What the first large array opens takes exchanges of its own, and what it goes through may.
-            other.allreduce(x)
-            posts = 0
-            post = internals.control(other).post
-
-            def counted(nbytes: int | None = None, post: Callable[..., None] = post) -> None:
-                nonlocal posts
-                posts += 1
-                post(nbytes)
-
-            internals.control(other).post = counted
-            for count in (3, len(x)):
-                posts = 0
-                total = other.allreduce(x[:count])
-                assert total.shape == (count,)
-                assert (total == sum(range(comm.size + 1))).all()
-                exchanges[checked, count == 3] = posts
-        assert exchanges[True, True] == exchanges[False, True] == 1
-        assert exchanges[True, False] == exchanges[False, False] + 1
-
-    on_ranks(3, check)
+    exchanges = {}
+    x = np.full(100_000, comm.rank + 1.0)
+    for checked in (True, False):
+        other = comm.dup(check=checked)
+        # What the first large array opens takes exchanges of its own, and what it goes through may.
+        other.allreduce(x)
+        control = internals.control(other)
+        control.post = mock.Mock(wraps=control.post)
+        for count in (3, len(x)):
+            control.post.reset_mock()
+            total = other.allreduce(x[:count])
+            assert total.shape == (count,)
+            assert (total == sum(range(comm.size + 1))).all()
+            exchanges[checked, count == 3] = control.post.call_count
+    assert exchanges[True, True] == exchanges[False, True] == 1
+    assert exchanges[True, False] == exchanges[False, False] + 1
 
 
 class _Gate:

@@ -216,6 +216,9 @@ def test_another_tree_on_one_rank_raises_on_all(comm: Communicator, error, messa
             with pytest.raises(ac.PeerError, match="Plan"):
                 plan(tree)
         assert plan(tree)["a"].tolist() == [comm.size] * 3
+    with pytest.raises(error, match=rf"^Plan: .*{message}"):
+        plan(change(tree))
+    assert plan(tree)["a"].tolist() == [comm.size] * 3
 
 
 @pytest.mark.parametrize("odd", ["shape", "op", "tree"])
