@@ -19,7 +19,7 @@ from flax import nnx
 from flax.training.train_state import TrainState
 
 import arraycomm as ac
-from tests.support.launched import Check, perform
+from tests.support.launched import checks_in, perform
 
 STEPS = 2
 RECIPES = Path(__file__).parents[2] / "docs" / "recipes.md"
@@ -182,12 +182,7 @@ def an_overflow_on_one_rank_counts_on_all() -> None:
     assert (float(same.scale), int(same.fin_steps)) == (32768, 1)
 
 
-CHECKS: list[Check] = [
-    an_overflow_on_one_rank_counts_on_all,
-    every_library_trains_as_one_process,
-    modules_and_states_of_nnx_get_the_values_of_the_root,
-    what_orbax_restores_on_rank_0_is_everywhere,
-]
+CHECKS = checks_in(globals())
 
 if __name__ == "__main__":
     ac.init(timeout=60)

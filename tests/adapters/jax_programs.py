@@ -27,7 +27,7 @@ from arraycomm.adapters.jax import all_reduce, allgather, allreduce, bcast, make
 from tests.adapters import jax_transformations as transformations
 from tests.adapters.jax_cases import CASES, Case, derivatives_of, draw
 from tests.support import internals
-from tests.support.launched import Check, perform
+from tests.support.launched import Check, checks_in, perform
 
 RUNS = 30
 
@@ -691,27 +691,6 @@ def further_arguments_are_reduced_or_refused() -> None:
         raised(call, kind, said)
 
 
-# Compiled as the programs of users are.
-OPTIMIZED: list[Check] = [
-    control_flow_makes_the_calls_of_each_turn,
-    loops_that_carry_a_result_alone_end,
-    rows_choose_alike_on_all_ranks_or_all_raise,
-    compiled_results_have_the_bits_of_eager_ones,
-    donated_argument_is_reduced_in_place_and_another_stays,
-    large_results_have_the_bits_of_eager_ones,
-    repeated_calls_are_as_the_first,
-    programs_are_dispatched_without_python,
-    programs_on_several_devices_keep_their_order,
-    tokens_go_through,
-    independent_calls_keep_their_order,
-    one_rank_may_compile_again,
-    another_place_in_the_program_is_a_mismatch,
-    messages_are_large_or_small_and_alike,
-    errors_of_programs_are_of_their_own_classes,
-    errors_end_the_rest_of_a_program,
-    what_cannot_be_compiled_is_refused_by_name,
-    sendrecv_says_what_is_wrong_with_ranks_tags_and_shapes,
-]
 # What optax and derivatives add to calls is not the library's, and optimized it takes twice as long to compile.
 AS_WRITTEN: list[Check] = [
     pairs_of_transformations_are_those_of_one_process,
@@ -721,14 +700,16 @@ AS_WRITTEN: list[Check] = [
     branches_may_live_longer_than_programs,
     further_arguments_are_reduced_or_refused,
 ]
-CHECKS = OPTIMIZED + AS_WRITTEN
+CHECKS = checks_in(globals())
 
 if __name__ == "__main__":
     jax.config.update("jax_enable_x64", True)
     jax.config.update("jax_num_cpu_devices", 2)
     ac.init(timeout=60)
-    for as_written, checks in ((False, OPTIMIZED), (True, AS_WRITTEN)):
+    chosen = [check for check in CHECKS if not sys.argv[1:] or check.__name__ in sys.argv[1:]]
+    for as_written in (False, True):
+        # The others are compiled as the programs of users are.
         jax.config.update("jax_disable_most_optimizations", as_written)
-        perform(check for check in checks if not sys.argv[1:] or check.__name__ in sys.argv[1:])
+        perform(check for check in chosen if (check in AS_WRITTEN) is as_written)
     # The program ends while its last call is still in flight.
     jax.jit(lambda x: allreduce(work(x, 5)))(jnp.ones(300))

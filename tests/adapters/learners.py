@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import arraycomm as ac
-from tests.support.launched import perform
+from tests.support.launched import checks_in, perform
 
 RANKS: Final = 3
 EXAMPLES: Final = Path(__file__).parents[2] / "docs" / "examples"
@@ -89,13 +89,7 @@ def models_of_thinc_learn_together() -> None:
     _assert_same(b"".join(node.get_param(n).tobytes() for node in model.model.walk() for n in node.param_names))  # fmt: skip
 
 
-CHECKS: Final = (
-    borrow_refuses_to_compute_alone,
-    libraries_take_communicators_of_mpi,
-    libraries_take_the_world,
-    estimators_learn_from_all_ranks,
-    models_of_thinc_learn_together,
-)
+CHECKS = checks_in(globals())
 
 if __name__ == "__main__":
     perform(CHECKS)

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 import arraycomm as ac
 from arraycomm.adapters.torch import DataLoader
 from tests.adapters import uneven_recipe
-from tests.support.launched import perform
+from tests.support.launched import checks_in, perform
 
 BATCH = 32
 
@@ -133,14 +133,8 @@ def what_a_collate_fn_cannot_make_is_named_by_the_worker() -> None:
     assert ("collate_fn must return" in said) == (comm.rank == 1), said
 
 
+CHECKS = checks_in(globals())
+
 if __name__ == "__main__":
     ac.init(timeout=120)
-    perform(
-        [
-            forked_workers_train_like_one_process,
-            spawned_workers_train_like_one_process,
-            kept_workers_follow_a_loop_that_is_left,
-            other_numbers_of_ranks_go_on_from_what_a_plain_loop_has_got,
-            what_a_collate_fn_cannot_make_is_named_by_the_worker,
-        ]
-    )
+    perform(CHECKS)

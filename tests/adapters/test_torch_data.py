@@ -19,7 +19,7 @@ torch = pytest.importorskip("torch")
 from torch.utils.data import TensorDataset, default_collate  # noqa: E402
 
 from arraycomm.adapters.torch import DataLoader  # noqa: E402
-from tests.adapters import uneven_recipe  # noqa: E402
+from tests.adapters import loader_workers, uneven_recipe  # noqa: E402
 
 UNEVEN = ["exact", "pad", "drop"]
 
@@ -248,12 +248,11 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("options", "error", "said"), WRONG.values(), ids=WRONG)
-def test_wrong_arguments(options, error, said) -> None:
-    def make(comm: ac.Communicator) -> None:
-        DataLoader(**{"container": container(comm, [1]), "batch_size": 1, **options})
-
+@each_rank_of(1)
+def test_wrong_arguments(comm: ac.Communicator, options, error, said) -> None:
+    given = {"container": container(comm, [1]), "batch_size": 1, **options}
     with pytest.raises(error, match=f"^DataLoader: {said}"):
-        run(1, make)
+        DataLoader(**given)
 
 
 # Workers -----------------------------------------------------------------------------------------
@@ -265,17 +264,8 @@ def workers() -> Report:
     return Report(job, 2)
 
 
-WORKERS = [
-    "forked_workers_train_like_one_process",
-    "spawned_workers_train_like_one_process",
-    "kept_workers_follow_a_loop_that_is_left",
-    "other_numbers_of_ranks_go_on_from_what_a_plain_loop_has_got",
-    "what_a_collate_fn_cannot_make_is_named_by_the_worker",
-]
-
-
 @needs_mpiexec
-@pytest.mark.parametrize("check", WORKERS)
+@pytest.mark.parametrize("check", [check.__name__ for check in loader_workers.CHECKS])
 def test_workers(workers, check) -> None:
     workers.assert_passed(check)
     workers.assert_ended_well()

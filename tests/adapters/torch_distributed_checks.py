@@ -6,7 +6,6 @@ Under mpiexec, or with the argument `fork` on forked ranks that have the environ
 from __future__ import annotations
 
 import functools
-import inspect
 import os
 import socket
 import sys
@@ -31,9 +30,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import arraycomm as ac
 import arraycomm.adapters.torch_distributed
-from tests.support.launched import perform
+from tests.support.launched import checks_in, perform
 
-RANKS: Final = 3
 FORKED_RANKS: Final = 2
 Group = Any
 Run = Callable[[Group], Any]
@@ -638,7 +636,4 @@ if __name__ == "__main__":
     if "fork" in sys.argv:
         _on_forked_ranks()
     else:
-        # Whatever function here has a name without an underscore.
-        functions = [value for value in globals().values() if inspect.isfunction(value)]
-        own = [value for value in functions if value.__module__ == __name__]
-        _main([check for check in own if not check.__name__.startswith("_")])
+        _main(checks_in(globals()))

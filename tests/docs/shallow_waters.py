@@ -11,7 +11,7 @@ import numpy as np
 
 import arraycomm as ac
 from docs.examples import shallow_water as solver
-from tests.support.launched import perform
+from tests.support.launched import checks_in, perform
 
 # No multiple of two or three: ranks have parts of several shapes.
 CELLS = 17
@@ -53,7 +53,7 @@ def the_program_runs() -> None:
     solver.main(["--cells", "17", "--days", "0.02", "--lines", "2", "--picture", str(picture)])
 
 
-CHECKS = [any_number_of_ranks_gives_the_bits_of_one, the_program_runs]
+CHECKS = checks_in(globals())
 
 if __name__ == "__main__":
     jax.config.update("jax_enable_x64", True)

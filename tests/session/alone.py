@@ -14,7 +14,7 @@ import pytest
 import arraycomm as ac
 from arraycomm._native import compiled
 from tests.support import internals
-from tests.support.launched import Check, perform
+from tests.support.launched import checks_in, perform
 
 
 @contextmanager
@@ -183,18 +183,7 @@ def forked_child_is_refused() -> None:
     comm.barrier()
 
 
-CHECKS: tuple[Check, ...] = (
-    println_before_init_prints_at_once,
-    one_process_needs_no_mpi,
-    init_is_idempotent_and_compares_what_is_passed,
-    environment_sets_the_defaults,
-    what_cannot_run_says_what_is_missing,
-    verbose_prints_a_line_for_each_fact,
-    large_folds_take_as_many_threads_as_the_environment_says,
-    list_of_devices_is_taken_by_local_rank,
-    numbers_of_processes_are_never_ignored,
-    forked_child_is_refused,
-)
+CHECKS = checks_in(globals())
 
 if __name__ == "__main__":
     for name in list(os.environ):

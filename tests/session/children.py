@@ -15,7 +15,7 @@ import pytest
 
 import arraycomm as ac
 from tests.support import internals
-from tests.support.launched import Check, perform
+from tests.support.launched import checks_in, perform
 
 RANKS = 2
 # Seconds after which a child hangs.
@@ -154,14 +154,7 @@ def program_that_a_rank_runs_is_told_that_it_is_none() -> None:
     ac.world().barrier()
 
 
-CHECKS: tuple[Check, ...] = (
-    forked_child_is_refused_everything_while_requests_are_outstanding,
-    child_forked_within_a_call_is_refused,
-    forked_child_may_have_a_world_of_its_own_and_reads_this_ranks_items,
-    spawned_child_is_no_rank_but_reads_this_ranks_items,
-    forked_child_ends_without_mpi,
-    program_that_a_rank_runs_is_told_that_it_is_none,
-)
+CHECKS = checks_in(globals())
 
 if __name__ == "__main__":
     perform(CHECKS)

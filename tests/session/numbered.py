@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import arraycomm as ac
-from tests.support.launched import Check, perform
+from tests.support.launched import checks_in, perform
 
 RANKS = 3
 KILLED = 1
@@ -129,17 +129,7 @@ def others_hear_of_one_that_is_killed() -> None:
     assert time.monotonic() < begun + SOON
 
 
-CHECKS: tuple[Check, ...] = (
-    wrong_argument_of_one_is_told_to_all,
-    numbered_processes_are_the_world,
-    init_again_is_the_same_world,
-    mismatch_is_an_error_on_every_rank,
-    no_survivor_shrinks,
-    spawned_child_is_no_rank,
-    finalized_world_can_begin_again,
-    processes_of_torchrun_are_the_world_too,
-    others_hear_of_one_that_is_killed,
-)
+CHECKS = checks_in(globals())
 
 if __name__ == "__main__":
     perform(CHECKS)

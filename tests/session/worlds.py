@@ -16,7 +16,7 @@ import pytest
 
 import arraycomm as ac
 from tests.support import internals
-from tests.support.launched import Check, perform
+from tests.support.launched import checks_in, perform
 
 RANKS = 3
 
@@ -232,25 +232,7 @@ def rank_that_closed_a_communicator_alone_goes_on_with_the_others() -> None:
     ac.world().barrier()
 
 
-CHECKS: tuple[Check, ...] = (
-    finalize_frees_and_init_begins_again,
-    finalize_completes_requests_of_duplicates_first,
-    finalize_ends_what_it_cannot_free,
-    from_mpi_leaves_the_world_and_the_given_communicator_alone,
-    wrong_argument_to_from_mpi_on_one_rank_raises_on_all,
-    what_is_no_intracommunicator_is_refused_by_from_mpi,
-    from_mpi_has_the_backends_of_init,
-    list_of_devices_is_taken_by_local_rank,
-    verbose_prints_facts_on_rank_0,
-    options_that_differ_are_a_mismatch,
-    world_is_the_whole_job,
-    mpi_without_room_for_a_communicator_is_told_what_to_do,
-    communicators_and_trees_share_files_without_a_name,
-    files_have_a_name_if_a_rank_cannot_open_others,
-    requests_go_on_without_a_thread,
-    handled_error_within_a_duplicate_leaves_the_world_open,
-    rank_that_closed_a_communicator_alone_goes_on_with_the_others,
-)
+CHECKS = checks_in(globals())
 
 if __name__ == "__main__":
     if sys.argv[1] == "messages":

@@ -14,12 +14,21 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from tempfile import TemporaryFile
+from types import FunctionType
 from typing import Any, Final
 
 ROOT: Final = Path(__file__).parents[2]
 _BEGUN, _PASSED = "<{} begins>", "<{} passed>"
 
 Check = Callable[[], None]
+
+
+def checks_in(names: dict[str, Any]) -> list[Check]:
+    """Return a program's functions that take and return nothing, in the order in which they stand."""
+    own = [value for value in names.values() if isinstance(value, FunctionType)]
+    own = [check for check in own if check.__module__ == names["__name__"]]
+    nothing = {"return": "None"}
+    return [check for check in own if check.__annotations__ == nothing and check.__name__[0] != "_"]
 
 
 def perform(checks: Iterable[Check]) -> None:
