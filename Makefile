@@ -95,6 +95,7 @@ help:
 	@echo 'make test-quick    the laws, and a test of each promise, on threads: about a minute'
 	@echo 'make properties EXAMPLES=1000    the laws alone, on as many examples: threads, MPICH, Open MPI'
 	@echo 'make planted    put faults into a copy of the library, and see that a law catches each'
+	@echo 'make mutants    put small random changes into a copy for ten minutes, and see which no law catches'
 	@echo 'make lint    ruff: rules and format; import-linter: the layers; the structure, and the route of a call, in numbers'
 	@echo 'make types   mypy, strict, on the built wheel; what mypy and pyright see of public calls'
 	@echo 'make sanitize    the native part and its tests, built with sanitizers'
@@ -211,6 +212,11 @@ properties: $(call tested,.venv) $(call tested,.venv-openmpi)
 .PHONY: planted
 planted: $(call tested,.venv)
 	.venv/bin/python -m tests.planted --jobs $(WORKERS)
+
+# Small random changes of a copy of the library: prints those that no law catches, for ten minutes.
+.PHONY: mutants
+mutants: $(call tested,.venv)
+	.venv/bin/python -m tests.planted.mutants --jobs 2
 
 # A copy is built with the sanitizers for addresses and undefined behaviour; that for threads has a program of
 # its own among the tests. Python takes much memory that it never gives back.

@@ -1,0 +1,152 @@
+"""Small random changes of the library, and whether a law catches each: `python -m tests.planted.mutants`.
+
+Prints the changes that no law has caught, and the score. A sample takes `--seconds`; with `--all`
+every change is tried, which takes a night. `EQUIVALENT` has those that change nothing, with reasons.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import random
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Final, NamedTuple
+
+from tests.planted.copies import ROOT, Copy
+from tests.planted.fault import Fault
+from tests.planted.runs import catch
+
+_ROOMS: Final = (
+    *(
+        f"arraycomm/_{room}"
+        for room in ["collectives", "reduce", "messages", "trees", "training", "folds"]
+    ),
+    "adapters/numpy",
+    "adapters/torch",
+)
+_SWAPPED: Final[dict[type[ast.AST], str]] = {
+    ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==",
+    ast.Is: "is not", ast.IsNot: "is", ast.In: "not in", ast.NotIn: "in",
+    ast.Add: "-", ast.Sub: "+", ast.Mult: "+", ast.FloorDiv: "*", ast.Mod: "//",
+    ast.And: "or", ast.Or: "and",
+}  # fmt: skip
+# A line of the library as it is changed, and why no law can see it.
+EQUIVALENT: Final[dict[str, str]] = {}
+
+
+class Mutant(NamedTuple):
+    """A change of one place of a file."""
+
+    file: str
+    line: int
+    before: str
+    after: str
+    fault: Fault
+
+
+def mutants() -> Iterator[Mutant]:
+    """Yield every change of the rooms."""
+    for room in _ROOMS:
+        for path in sorted((ROOT / room).rglob("*.py")):
+            yield from _of_file(path)
+
+
+def _of_file(path: Path) -> Iterator[Mutant]:
+    text = path.read_text(encoding="utf-8")
+    starts = [0]
+    for line in text.encode().splitlines(keepends=True):
+        starts.append(starts[-1] + len(line))
+    name = path.relative_to(ROOT).as_posix()
+    file = f"arraycomm/{name}" if name.startswith("adapters") else name
+    for start, end, lines, new in _changes(ast.parse(text)):
+        first, last = starts[start[0] - 1] + start[1], starts[end[0] - 1] + end[1]
+        data = text.encode()
+        after = (data[:first] + new(data[first:last].decode()).encode() + data[last:]).decode()
+        frameworks = name.startswith("adapters/torch")
+        fault = Fault("mutant: changed", file, text, after, (), frameworks=frameworks)
+        shown = [each.splitlines()[lines - 1].strip() for each in (text, after)]
+        if shown[0] != shown[1]:
+            yield Mutant(file, lines, *shown, fault)
+
+
+def _changes(tree: ast.Module) -> Iterator[tuple]:
+    """Yield places, with the line that is shown and a function that changes the text there."""
+    for function in ast.walk(tree):
+        if not isinstance(function, ast.FunctionDef):
+            continue
+        for statement in function.body:
+            for node in ast.walk(statement):
+                yield from _changes_of(node)
+
+
+def _changes_of(node: ast.AST) -> Iterator[tuple]:
+    if isinstance(node, ast.Compare) and len(node.ops) == 1:
+        yield _between(node.left, node.comparators[0], _SWAPPED[type(node.ops[0])])
+    elif isinstance(node, ast.BinOp) and type(node.op) in _SWAPPED:
+        yield _between(node.left, node.right, _SWAPPED[type(node.op)])
+    elif isinstance(node, ast.BoolOp):
+        yield _between(node.values[0], node.values[1], _SWAPPED[type(node.op)])
+    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+        yield *_place(node), node.lineno, lambda text: f"({text.removeprefix('not ')})"
+    elif isinstance(node, ast.Constant) and isinstance(node.value, bool):
+        yield *_place(node), node.lineno, lambda text: str(text != "True")
+    elif (isinstance(node, ast.Constant) and isinstance(node.value, int)) or (
+        isinstance(node, ast.Attribute) and node.attr == "rank" and isinstance(node.ctx, ast.Load)
+    ):
+        yield *_place(node), node.lineno, lambda text: f"({text} + 1)"
+    elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+        yield *_place(node), node.lineno, lambda _: "pass"
+
+
+def _place(node: ast.AST) -> tuple[tuple[int, int], tuple[int, int]]:
+    return (node.lineno, node.col_offset), (node.end_lineno, node.end_col_offset)
+
+
+def _between(left: ast.expr, right: ast.expr, operator: str) -> tuple:
+    start, end = (left.end_lineno, left.end_col_offset), (right.lineno, right.col_offset)
+
+    def swapped(text: str) -> str:
+        opened, closed = text.count(")"), text.count("(")
+        return f"{')' * opened} {operator} {'(' * closed}"
+
+    return start, end, right.lineno, swapped
+
+
+def main() -> None:
+    """Try a sample, and say what survives."""
+    parser = argparse.ArgumentParser(prog="python -m tests.planted.mutants", description=__doc__)
+    parser.add_argument("--seconds", type=float, default=600.0, help="when to begin no further one")
+    parser.add_argument("--all", action="store_true", help="try all, whatever time that takes")
+    parser.add_argument("--seed", type=int, default=0, help="of the sample")
+    parser.add_argument("--jobs", type=int, default=2, help="how many copies are used at a time")
+    arguments = parser.parse_args()
+    waiting = list(mutants())
+    total = len(waiting)
+    random.Random(arguments.seed).shuffle(waiting)
+    end = time.monotonic() + (float("inf") if arguments.all else arguments.seconds)
+    tried: list[tuple[Mutant, bool]] = []
+    with TemporaryDirectory(prefix="mutants-") as folder:
+
+        def work(number: int) -> None:
+            copy = Copy(Path(folder) / str(number))
+            while waiting and time.monotonic() < end:
+                mutant = waiting.pop()
+                found = catch(copy, mutant.fault)
+                tried.append((mutant, bool(found) or found.hung))
+                if not tried[-1][1]:
+                    reason = EQUIVALENT.get(mutant.after, "SURVIVES")
+                    print(f"{mutant.file}:{mutant.line}: {reason}\n- {mutant.before}")
+                    print(f"+ {mutant.after}", flush=True)
+
+        with ThreadPoolExecutor(arguments.jobs) as pool:
+            list(pool.map(work, range(arguments.jobs)))
+    counted = [caught for mutant, caught in tried if mutant.after not in EQUIVALENT]
+    print(f"{sum(counted)} of {len(counted)} caught; tried {len(tried)} of {total}")
+
+
+if __name__ == "__main__":
+    main()
