@@ -10,7 +10,6 @@ import io
 import pickle
 import threading
 import time
-import traceback
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
@@ -23,12 +22,7 @@ from joblib.parallel import AutoBatchingMixin, ParallelBackendBase, SequentialBa
 
 import arraycomm as ac
 from arraycomm._arrays.typing import T
-
-try:
-    import cloudpickle
-except ImportError:
-    # Before 1.6 joblib has a copy of its own.
-    from joblib.externals import cloudpickle
+from arraycomm._programs.outcomes import cloudpickle, outcome_of
 
 __all__ = ["run"]
 
@@ -252,22 +246,17 @@ def _protected(arrays: Arrays) -> Arrays:
 
 def _outcome(task: bytes, arrays: Mapping[int, Any], rank: int) -> bytes:
     """Do a task; return the pickle of its result, or of its exception."""
-    try:
-        done: bytes = cloudpickle.dumps((_Unpickler(task, arrays).load()(), None))
-        return done
-    except (Exception, SystemExit) as error:
-        text = traceback.format_exc()
-        error.add_note(f"raised by a task of joblib on rank {rank}:\n{text}")
-        try:
-            done = cloudpickle.dumps((None, error))
-            pickle.loads(done)
-        except Exception:
-            # Exceptions of some classes cannot be pickled, or not be read again.
-            return pickle.dumps((None, RuntimeError(f"a task of joblib failed:\n{text}")))
-        return done
+
+    def work() -> Any:
+        return _Unpickler(task, arrays).load()()
+
+    outcome, error = outcome_of(work, f"raised by a task of joblib on rank {rank}")
+    if isinstance(error, KeyboardInterrupt):
+        raise error
+    return outcome
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+class _Pickler(cloudpickle().Pickler):  # type: ignore[misc]
     """Leaves large arrays out, and names them."""
 
     def __init__(self, stream: io.BytesIO) -> None:

@@ -34,6 +34,8 @@ from arraycomm._together import raise_together
 from arraycomm._trees.plan import Plan
 
 if TYPE_CHECKING:
+    from arraycomm._programs.launch import launch
+    from arraycomm._programs.logs import RankFilter
     from arraycomm._training.batches.data import DistributedDataContainer
     from arraycomm._training.comparison.sameness import raise_on_difference
     from arraycomm._training.compressed.compression import Compression
@@ -52,7 +54,9 @@ _ON_FIRST_USE = {
     "DistributedOptimizer": "arraycomm._training.optimizer",
     "ErrorFeedback": "arraycomm._training.compressed.feedback",
     "Join": "arraycomm._training.join",
+    "RankFilter": "arraycomm._programs.logs",
     "join": "arraycomm._training.join",
+    "launch": "arraycomm._programs.launch",
     "mean_metrics": "arraycomm._training.metrics",
     "raise_on_difference": "arraycomm._training.comparison.sameness",
     "raise_on_nan": "arraycomm._training.nans",
@@ -79,6 +83,7 @@ __all__ = [
     "NotInitializedError",
     "PeerError",
     "Plan",
+    "RankFilter",
     "Request",
     "Status",
     "TransportError",
@@ -91,6 +96,7 @@ __all__ = [
     "init",
     "is_initialized",
     "join",
+    "launch",
     "mean_metrics",
     "op",
     "println",

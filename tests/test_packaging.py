@@ -28,8 +28,8 @@ PUBLIC = """
     ANY_SOURCE ANY_TAG PROC_NULL ArrayCommError BackendUnavailableError CommTimeoutError Communicator
     CommunicatorClosedError Compression ConcurrentUseError DeadlockError DistributedDataContainer
     DistributedOptimizer ErrorFeedback Grid Join MismatchError NotInitializedError
-    PeerError Plan Request Status TransportError allreduce_gradients allreduce_tree borrow exchange explain finalize init
-    is_initialized join mean_metrics op println raise_on_difference raise_on_nan raise_together
+    PeerError Plan RankFilter Request Status TransportError allreduce_gradients allreduce_tree borrow exchange explain finalize init
+    is_initialized join launch mean_metrics op println raise_on_difference raise_on_nan raise_together
     synchronize waitall world
 """
 PUBLIC_OF_TESTING = "ArrayCase RankValues Schedule conformance given per_rank run strategies"

@@ -1,0 +1,55 @@
+"""The process of one rank that `launch` has started."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import pickle
+import signal
+import sys
+from mmap import ACCESS_READ, mmap
+
+from arraycomm._errors import CommTimeoutError, CommunicatorClosedError, PeerError
+from arraycomm._programs.outcomes import outcome_of
+from arraycomm._session import init
+
+# The first byte of an outcome, written last: what the function returned, or raised by itself, or
+# raised since another rank was late, or since one had failed.
+RETURNED, RAISED, LATE, CAUSED = (b"%d" % number for number in range(4))
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main(parent: int, rank: int, size: int, task: int, result: int) -> None:
+    """Run a function as rank `rank`; `task` and `result` are files that are open here."""
+    if sys.platform == "linux":
+        # If the process is killed that has called `launch`.
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        return
+    # The caller of `launch` raises it; the other ranks are told by what stands around this.
+    sys.excepthook = lambda *_: None
+
+    def work() -> object:
+        arguments, timeout, call = pickle.loads(mmap(task, 0, access=ACCESS_READ))
+        sys.argv[:] = arguments
+        comm = init(timeout=timeout)
+        fn, args = pickle.loads(call)
+        return fn(comm, *args)
+
+    data, error = outcome_of(work, f"raised on rank {rank} of {size}")
+    with open(result, "wb", closefd=False) as file:
+        file.seek(1)
+        file.write(data)
+    os.pwrite(result, RETURNED if error is None else _kind(error), 0)
+    if error is not None:
+        raise error
+
+
+def _kind(error: BaseException) -> bytes:
+    link: BaseException | None = error
+    while link is not None:
+        if isinstance(link, PeerError | CommunicatorClosedError):
+            return CAUSED
+        link = link.__cause__ or link.__context__
+    return LATE if isinstance(error, CommTimeoutError) else RAISED

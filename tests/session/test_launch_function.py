@@ -1,0 +1,139 @@
+"""`launch`: ranks that are processes, started by a function."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import arraycomm as ac
+from tests.support.launcher import LAUNCHED
+
+pytest.importorskip("cloudpickle")
+pytestmark = pytest.mark.skipif(LAUNCHED, reason="launches programs of its own")
+
+
+class OwnError(Exception):
+    """Of the caller's."""
+
+
+def alive(pid: int) -> bool:
+    try:
+        return ") Z " not in Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return False
+
+
+def test_results_come_in_rank_order_and_prints_in_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    class Local:
+        def __init__(self, number: float) -> None:
+            self.number = number
+
+    def work(comm: ac.Communicator, x: Any) -> Local:
+        assert (comm, comm.backend) == (ac.world(), "processes")
+        for _ in range(300):
+            print("ab"[comm.rank] * 5000)
+        print("part", end="", file=sys.stderr)
+        return Local(comm.rank + float(comm.allreduce(x).sum()))
+
+    async def cell() -> list[Local]:
+        return ac.launch(2, work, np.ones(100_000))
+
+    found = asyncio.run(cell())
+    assert [each.number for each in found] == [200_000, 200_001]
+    assert {type(each) for each in found} == {Local}
+    out, err = capsys.readouterr()
+    assert sorted(out.splitlines()) == sorted(letter * 5000 for letter in "ab" * 300)
+    assert err == "part\n" * 2
+
+
+def test_one_rank_runs_alone() -> None:
+    assert ac.launch(1, lambda comm, x: (comm.allreduce(x), sys.argv), 2) == [(2, sys.argv)]
+
+
+def test_first_error_is_raised_and_all_ranks_end(capsys: pytest.CaptureFixture[str]) -> None:
+    def work(comm: ac.Communicator) -> None:
+        print(os.getpid(), flush=True)
+        comm.barrier()
+        if comm.rank == 1:
+            raise OwnError("mine")
+        if comm.rank == 2:
+            time.sleep(600)
+        comm.barrier()
+
+    began = time.monotonic()
+    with pytest.raises(OwnError, match="mine") as caught:
+        ac.launch(3, work)
+    assert time.monotonic() - began < 120
+    own, *others = caught.value.__notes__
+    assert own.startswith("raised on rank 1 of 3:\nTraceback")
+    assert "in work\n" in own
+    assert others[0].startswith("rank 0 raised PeerError: rank 1 ")
+    assert others[1] == "rank 2 was ended, since another had failed"
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert not any(map(alive, map(int, out.split())))
+
+
+def test_rank_that_dies_is_named() -> None:
+    def work(comm: ac.Communicator) -> None:
+        if comm.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        comm.barrier()
+
+    with pytest.raises(ac.PeerError, match="rank 1 died by SIGKILL before") as caught:
+        ac.launch(2, work)
+    assert caught.value.rank == 1
+
+
+WAITS = """
+import os, time, arraycomm as ac
+def work(comm):
+    print(os.getpid(), flush=True)
+    time.sleep(600)
+ac.launch(2, work)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_no_rank_outlives_the_caller(number: int) -> None:
+    command = [sys.executable, "-c", WAITS]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as job:
+        try:
+            assert job.stdout is not None
+            ranks = [int(job.stdout.readline()) for _ in range(2)]
+            job.send_signal(number)
+            assert ("KeyboardInterrupt" in job.communicate(timeout=60)[1]) is (number == 2)
+        finally:
+            job.kill()
+    deadline = time.monotonic() + 10
+    while any(map(alive, ranks)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not any(map(alive, ranks))
+
+
+def test_what_cannot_be_launched_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for ranks, fn, kind, said in (
+        (0, print, ValueError, "ranks must be a positive integer; got 0"),
+        (2, 3, TypeError, "fn must be callable; got 3"),
+        (2, lambda comm: 3, TypeError, r"pickled .*; install cloudpickle, or define them in a"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setitem(sys.modules, "cloudpickle", None)
+            patch.setitem(sys.modules, "joblib.externals.cloudpickle", None)
+            with pytest.raises(kind, match=said):
+                ac.launch(ranks, fn)
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "4")
+    monkeypatch.delenv("ARRAYCOMM_RANK_PROCESS", raising=False)
+    with pytest.raises(RuntimeError, match="this process is one of 4 ranks already"):
+        ac.launch(2, print)
