@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 import arraycomm as ac
-from arraycomm.testing import run
 from tests.adapters.gradients import SHAPE, Gradients, gradients, zeros
 from tests.support.on_ranks import each_rank_of
 
@@ -80,18 +79,18 @@ def test_only_every_third_step_communicates(comm: ac.Communicator, framework: st
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_a_gradient_missing_in_some_steps_counts_as_zeros_there(framework: str) -> None:
-    def train(comm: ac.Communicator) -> list[Gradients]:
-        steps: list[dict[str, Any]] = [dict(gradients(comm.rank, step)) for step in range(2)]
-        if comm.rank == 1:
-            steps[1]["a"] = None
-        else:
-            steps[0]["a"] = None
-        return TRAINERS[framework](comm, steps, {"accumulate": 2, "op": "sum"})
-
+@each_rank_of(2)
+def test_a_gradient_missing_in_some_steps_counts_as_zeros_there(
+    comm: ac.Communicator, framework: str
+) -> None:
     first, second = gradients(0, 1)["a"], gradients(1, 0)["a"]
-    for seen in run(2, train):
-        np.testing.assert_array_equal(seen[-1]["a"], -(first / 2 + second / 2))
+    steps: list[dict[str, Any]] = [dict(gradients(comm.rank, step)) for step in range(2)]
+    if comm.rank == 1:
+        steps[1]["a"] = None
+    else:
+        steps[0]["a"] = None
+    seen = TRAINERS[framework](comm, steps, {"accumulate": 2, "op": "sum"})
+    np.testing.assert_array_equal(seen[-1]["a"], -(first / 2 + second / 2))
 
 
 @each_rank_of(2)
@@ -153,48 +152,45 @@ def test_gradients_that_change_are_an_error_and_training_goes_on(
 @pytest.mark.parametrize(
     ("framework", "name"), [("numpy", "float16"), *((kind, "bfloat16") for kind in FRAMEWORKS)]
 )
+@each_rank_of(3)
 def test_compressed_gradients_are_rounded_before_and_after_the_sum(
-    framework: str, name: str
+    comm: ac.Communicator, framework: str, name: str
 ) -> None:
     dtype = np.dtype(getattr(ml_dtypes, name, None) or name)
-
-    def train(comm: ac.Communicator) -> list[Gradients]:
-        options = {"op": "sum", "compression": name}
-        return TRAINERS[framework](comm, [gradients(comm.rank, 0)], options)
-
     total = sum(gradients(rank, 0)["a"].astype(dtype).astype(np.float32) for rank in range(3))
     want = np.asarray(total).astype(dtype).astype(np.float32)
     assert not np.array_equal(want, sum(gradients(rank, 0)["a"] for rank in range(3)))
-    for seen in run(3, train):
-        assert seen[0]["a"].dtype == np.float32
-        np.testing.assert_array_equal(seen[0]["a"], -want)
+    options = {"op": "sum", "compression": name}
+    seen = TRAINERS[framework](comm, [gradients(comm.rank, 0)], options)
+    assert seen[0]["a"].dtype == np.float32
+    np.testing.assert_array_equal(seen[0]["a"], -want)
 
 
 @pytest.mark.parametrize("count", [3, 300_000])
-def test_compression_halves_the_bytes_and_leaves_other_dtypes_alone(count: int) -> None:
-    def reduce(comm: ac.Communicator) -> float:
-        tree = {
-            "f4": np.full(count, 1 + 2.0**-12, np.float32),
-            "f8": np.full(count, 1 + 2.0**-12)[::-1],
-            "missing": None if comm.rank else np.full(3, 1.5, np.float32),
-            "large": np.float32(1e6),
-            "i4": np.full(count, 2**20 + 1, np.int32),
-            "c8": np.full(count, 1 + 2.0**-12, np.complex64),
-        }
-        got = ac.allreduce_gradients(tree, "sum", compression="float16", comm=comm)
-        assert {name: leaf.dtype for name, leaf in got.items()} == {
-            **dict.fromkeys(("f4", "missing", "large"), np.float32),
-            "f8": np.float64,
-            "i4": np.int32,
-            "c8": np.complex64,
-        }
-        values = {"f4": 2, "f8": 2, "missing": 1.5, "large": np.inf, "i4": 2**21 + 2}
-        for name, value in (values | {"c8": 2 + 2.0**-11}).items():
-            assert (got[name] == value).all(), name
-        return comm.stats()["allreduce_gradients"]["bytes"]
-
-    for nbytes in run(2, reduce):
-        assert count * (2 + 2 + 4 + 8) <= nbytes < count * (2 + 2 + 4 + 8) + 64 * 7
+@each_rank_of(2)
+def test_compression_halves_the_bytes_and_leaves_other_dtypes_alone(
+    comm: ac.Communicator, count: int
+) -> None:
+    tree = {
+        "f4": np.full(count, 1 + 2.0**-12, np.float32),
+        "f8": np.full(count, 1 + 2.0**-12)[::-1],
+        "missing": None if comm.rank else np.full(3, 1.5, np.float32),
+        "large": np.float32(1e6),
+        "i4": np.full(count, 2**20 + 1, np.int32),
+        "c8": np.full(count, 1 + 2.0**-12, np.complex64),
+    }
+    got = ac.allreduce_gradients(tree, "sum", compression="float16", comm=comm)
+    assert {name: leaf.dtype for name, leaf in got.items()} == {
+        **dict.fromkeys(("f4", "missing", "large"), np.float32),
+        "f8": np.float64,
+        "i4": np.int32,
+        "c8": np.complex64,
+    }
+    values = {"f4": 2, "f8": 2, "missing": 1.5, "large": np.inf, "i4": 2**21 + 2}
+    for name, value in (values | {"c8": 2 + 2.0**-11}).items():
+        assert (got[name] == value).all(), name
+    nbytes = comm.stats()["allreduce_gradients"]["bytes"]
+    assert count * (2 + 2 + 4 + 8) <= nbytes < count * (2 + 2 + 4 + 8) + 64 * 7
 
 
 WRONG = [*(("accumulate", value) for value in (0, -1, 2.0, True, None)), ("bucket_bytes", 0)]

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 import arraycomm as ac
 from arraycomm._dtypes import BY_NAME
-from arraycomm.testing import run
-from tests.adapters.arrays import MAKERS, elements, to_jax, to_strict, to_torch
+from arraycomm.testing._arrays.frameworks import DLPackOnly
+from tests.adapters.arrays import MAKERS, elements
 from tests.support.on_ranks import each_rank_of
 
 STEPS = 3
@@ -110,25 +110,23 @@ def reads(framework: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("framework", ["torch", "array_api_strict", "remote"])
+@each_rank_of("size")
 def test_the_host_reads_gradients_in_no_step_but_the_last(
-    framework: str, size: int, reads: list[str]
+    comm: ac.Communicator, framework: str, size: int, reads: list[str]
 ) -> None:
-    def train(comm: ac.Communicator) -> tuple[int, int]:
-        steps = [MAKERS[framework](array) for array in drawn("float32")]
-        optimizer = ac.DistributedOptimizer(Keep(), comm=comm, accumulate=STEPS)
-        if comm.rank == 0:
-            reads.clear()
-        comm.barrier()
-        for grads in steps[:-1]:
-            optimizer.update(None, grads)
-        comm.barrier()
-        before = len(reads)
-        comm.barrier()
-        optimizer.update(None, steps[-1])
-        comm.barrier()
-        return before, len(reads)
-
-    assert run(size, train) == [(0, size)] * size
+    steps = [MAKERS[framework](array) for array in drawn("float32")]
+    optimizer = ac.DistributedOptimizer(Keep(), comm=comm, accumulate=STEPS)
+    if comm.rank == 0:
+        reads.clear()
+    comm.barrier()
+    for grads in steps[:-1]:
+        optimizer.update(None, grads)
+    comm.barrier()
+    before = len(reads)
+    comm.barrier()
+    optimizer.update(None, steps[-1])
+    comm.barrier()
+    assert (before, len(reads)) == (0, size)
 
 
 @pytest.mark.parametrize("framework", ["numpy", "torch"])
@@ -208,38 +206,23 @@ def test_a_torch_tensor_without_memory_of_its_own_is_refused_at_once(
 @each_rank_of(2)
 def test_gradients_may_change_framework_between_steps(comm: ac.Communicator) -> None:
     array = np.array([1.0, 2.0, 6.0], np.float32)
-    steps = [to_torch(array), array, to_strict(array), to_jax(array), to_torch(array)]
+    frameworks = ("torch", "numpy", "array_api_strict", "jax", "torch")
+    steps = [MAKERS[framework](array) for framework in frameworks]
     got = accumulate(comm, steps)
     assert type(got) is type(steps[-1])
     np.testing.assert_array_equal(elements(got), array)
 
 
-def test_jax_keeps_64_bits_without_its_64_bit_mode(jax: Any) -> None:
+@each_rank_of(1)
+def test_jax_keeps_64_bits_without_its_64_bit_mode(comm: ac.Communicator, jax: Any) -> None:
     assert not jax.config.jax_enable_x64
-
-    def train(comm: ac.Communicator) -> None:
-        got = accumulate(comm, [to_jax(np.full(2, 1 + 2.0**-50))] * 3)
-        assert got.dtype == np.float64
-        assert elements(got).tolist() == [1 + 2.0**-50] * 2
-
-    run(1, train)
-
-
-class Exported:
-    """An array of no framework, with nothing but DLPack."""
-
-    def __init__(self, array: Array) -> None:
-        self._array = array
-
-    def __dlpack__(self, **kwargs: Any) -> Any:
-        return self._array.__dlpack__(**kwargs)
-
-    def __dlpack_device__(self) -> Any:
-        return self._array.__dlpack_device__()
+    got = accumulate(comm, [MAKERS["jax"](np.full(2, 1 + 2.0**-50))] * 3)
+    assert got.dtype == np.float64
+    assert elements(got).tolist() == [1 + 2.0**-50] * 2
 
 
 @each_rank_of(2)
 def test_plain_dlpack_objects_are_added_up_as_numpy_arrays(comm: ac.Communicator) -> None:
-    got = accumulate(comm, [Exported(np.full(3, step + 1.0)) for step in range(3)])
+    got = accumulate(comm, [DLPackOnly(np.full(3, step + 1.0)) for step in range(3)])
     assert isinstance(got, np.ndarray)
     assert got.tolist() == [2.0] * 3

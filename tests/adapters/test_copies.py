@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 import arraycomm as ac
-from arraycomm.testing import run
 from tests.support.on_ranks import each_rank_of
 
 Copier = Callable[[Any], Any]
@@ -78,13 +77,13 @@ def plain_step(comm: ac.Communicator, copier: Copier, **options: Any) -> Callabl
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("how", COPIERS)
 @pytest.mark.parametrize("stepping", [torch_step, optax_step, plain_step])
-def test_a_copy_reduces_its_gradients(stepping: Any, how: str, accumulate: int) -> None:
-    def train(comm: ac.Communicator) -> list[float]:
-        step = stepping(comm, COPIERS[how], accumulate=accumulate)
-        return [step(comm.rank + 1.0) for _ in range(2 * accumulate)]
-
+@each_rank_of(3)
+def test_a_copy_reduces_its_gradients(
+    comm: ac.Communicator, stepping: Any, how: str, accumulate: int
+) -> None:
     want = [-2.0, -4.0] if accumulate == 1 else [0.0, -2.0, -2.0, -4.0]
-    assert run(3, train) == [want] * 3
+    step = stepping(comm, COPIERS[how], accumulate=accumulate)
+    assert [step(comm.rank + 1.0) for _ in range(2 * accumulate)] == want
 
 
 @each_rank_of(2)
@@ -150,17 +149,3 @@ def test_what_stands_for_ranks_is_its_own_copy_and_cannot_be_pickled(comm: ac.Co
         with pytest.raises(TypeError, match=f"a {name} cannot be pickled, .*; (make|wait|call)"):
             pickle.dumps([thing])
     assert request.wait() == comm.size
-
-
-@pytest.mark.parametrize("how", [*COPIERS, "pickle"])
-def test_a_copy_of_a_container_has_the_same_items(how: str) -> None:
-    copier = COPIERS.get(how, lambda thing: pickle.loads(pickle.dumps(thing)))
-
-    def check(comm: ac.Communicator) -> None:
-        container = ac.DistributedDataContainer(np.arange(7), comm=comm, shuffle=True)
-        copied = copier(container)
-        assert list(copied) == list(container)
-        with pytest.raises(RuntimeError, match="was copied or sent from another process"):
-            copied.set_epoch(1)
-
-    run(2, check)

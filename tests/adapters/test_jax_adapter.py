@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 import arraycomm as ac
-from arraycomm.testing import run
 from tests.adapters.gradients import STEPS, Gradients, gradients, reduced, zeros
 from tests.adapters.optimizer_contract import Batch, Driver, OptimizerContract, gradient_of
 from tests.support.on_ranks import LAUNCH, each_rank_of
@@ -21,16 +20,9 @@ jnp = jax.numpy
 adapter = pytest.importorskip("arraycomm.adapters.jax")
 all_reduce = adapter.all_reduce
 
-Make = Callable[[], Any]
-
 
 def sgd() -> Any:
     return optax.sgd(0.1, momentum=0.9)
-
-
-def adam() -> Any:
-    """With an epsilon so large that the size of the gradients matters, not their sign alone."""
-    return optax.adam(0.1, eps=0.1)
 
 
 def on_jax(tree: Any) -> Any:
@@ -44,11 +36,6 @@ def train(optimizer: Any, grads_of_step: Callable[[int], Gradients]) -> Gradient
         updates, state = optimizer.update(on_jax(grads_of_step(step)), state, params)
         params = optax.apply_updates(params, updates)
     return {name: np.asarray(param) for name, param in params.items()}
-
-
-def train_compiled(optimizer: Any, grads_of_step: Callable[[int], Gradients]) -> Gradients:
-    compiled = optax.GradientTransformation(optimizer.init, jax.jit(optimizer.update))
-    return train(compiled, grads_of_step)
 
 
 def assert_same(got: Gradients, expected: Gradients) -> None:
@@ -144,31 +131,31 @@ class TestContract(OptimizerContract):
 
 
 @pytest.mark.parametrize("arguments", [("sum",), ()])
-def test_all_reduce_takes_the_op_as_reductions_do(arguments: tuple[str, ...]) -> None:
-    def on_rank(comm: ac.Communicator) -> Gradients:
-        optimizer = optax.chain(adapter.all_reduce(*arguments, comm=comm), sgd())
-        return train(optimizer, lambda step: gradients(comm.rank, step))
-
+@each_rank_of(2)
+def test_all_reduce_takes_the_op_as_reductions_do(
+    comm: ac.Communicator, arguments: tuple[str, ...]
+) -> None:
     expected = train(sgd(), lambda step: reduced(2, step, (*arguments, "mean")[0]))
-    for params in run(2, on_rank):
-        assert_same(params, expected)
+    optimizer = optax.chain(adapter.all_reduce(*arguments, comm=comm), sgd())
+    params = train(optimizer, lambda step: gradients(comm.rank, step))
+    assert_same(params, expected)
 
 
-def test_a_schedule_chained_after_wrapping_works() -> None:
+@each_rank_of(2)
+def test_a_schedule_chained_after_wrapping_works(comm: ac.Communicator) -> None:
     schedule = optax.exponential_decay(0.1, transition_steps=1, decay_rate=0.5)
-
-    def on_rank(comm: ac.Communicator) -> Gradients:
-        wrapped = ac.DistributedOptimizer(optax.scale_by_adam(), comm=comm)
-        chained = optax.chain(wrapped, optax.scale_by_learning_rate(schedule))
-        return train(chained, lambda step: gradients(comm.rank, step))
-
     plain = optax.chain(optax.scale_by_adam(), optax.scale_by_learning_rate(schedule))
     expected = train(plain, lambda step: reduced(2, step, "mean"))
-    for params in run(2, on_rank):
-        assert_same(params, expected)
+    wrapped = ac.DistributedOptimizer(optax.scale_by_adam(), comm=comm)
+    chained = optax.chain(wrapped, optax.scale_by_learning_rate(schedule))
+    params = train(chained, lambda step: gradients(comm.rank, step))
+    assert_same(params, expected)
 
 
-def test_what_looks_at_single_examples_is_refused_inside_and_right_before() -> None:
+@each_rank_of(2)
+def test_what_looks_at_single_examples_is_refused_inside_and_right_before(
+    comm: ac.Communicator,
+) -> None:
     private = partial(
         optax.contrib.differentially_private_aggregate,
         l2_norm_clip=1.0,
@@ -182,16 +169,12 @@ def test_what_looks_at_single_examples_is_refused_inside_and_right_before() -> N
         return optimizer.update(jnp.asarray(given), optimizer.init(params), params)[0]
 
     expected = step(optax.chain(private(), optax.sgd(1.0)), examples)
-
-    def on_rank(comm: ac.Communicator) -> None:
-        own = examples[comm.rank :: comm.size]
-        for inside in (private(), optax.chain(private(), optax.sgd(0.1))):
-            with pytest.raises(TypeError, match=r"as optax\.contrib\.differentially_private_agg"):
-                step(ac.DistributedOptimizer(inside, comm=comm), own)
-        right = optax.chain(private(), ac.DistributedOptimizer(optax.sgd(1.0), comm=comm))
-        np.testing.assert_allclose(step(right, own), expected, rtol=1e-5)
-
-    run(2, on_rank)
+    own = examples[comm.rank :: comm.size]
+    for inside in (private(), optax.chain(private(), optax.sgd(0.1))):
+        with pytest.raises(TypeError, match=r"as optax\.contrib\.differentially_private_agg"):
+            step(ac.DistributedOptimizer(inside, comm=comm), own)
+    right = optax.chain(private(), ac.DistributedOptimizer(optax.sgd(1.0), comm=comm))
+    np.testing.assert_allclose(step(right, own), expected, rtol=1e-5)
 
 
 @each_rank_of(2)
@@ -222,10 +205,10 @@ def test_what_would_apply_gradients_of_one_rank_is_refused(comm: ac.Communicator
 @each_rank_of(2)
 def test_a_compiled_update_on_threads_is_refused(comm: ac.Communicator) -> None:
     optimizer = ac.DistributedOptimizer(optax.sgd(0.1), comm=comm)
-    with pytest.raises(
-        ac.BackendUnavailableError, match="jitted JAX collectives need a process a rank"
-    ):
-        train_compiled(optimizer, lambda step: gradients(comm.rank, step))
+    params = on_jax(zeros())
+    state, said = optimizer.init(params), "jitted JAX collectives need a process a rank"
+    with pytest.raises(ac.BackendUnavailableError, match=said):
+        jax.jit(optimizer.update)(params, state, params)
 
 
 class TestCompiled:

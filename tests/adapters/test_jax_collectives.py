@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 import arraycomm as ac
-from arraycomm.testing import run
 from tests.support.launched import Report
 from tests.support.launcher import is_open_mpi, needs_mpiexec, run_python
 from tests.support.on_ranks import each_rank_of
@@ -51,12 +50,12 @@ FLAX_CHECKS = [
         *((1, "sendrecv"), (2, "sendrecv")),
     ],
 )
-def test_eager_derivatives_are_those_of_the_sum_of_all_losses(size: int, name: str) -> None:
-    def on_rank(comm: ac.Communicator) -> None:
-        with jax.enable_x64(True):
-            cases.assert_derivatives(cases.CASES[name], comm)
-
-    run(size, on_rank)
+@each_rank_of("size")
+def test_eager_derivatives_are_those_of_the_sum_of_all_losses(
+    comm: ac.Communicator, name: str
+) -> None:
+    with jax.enable_x64(True):
+        cases.assert_derivatives(cases.CASES[name], comm)
 
 
 @pytest.mark.parametrize("case", cases.CASES.values(), ids=cases.CASES)

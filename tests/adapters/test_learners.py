@@ -79,14 +79,11 @@ def _sorted(centers: Any) -> Any:
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_ranks_without_samples_take_part(size: int) -> None:
+@each_rank_of("size")
+def test_ranks_without_samples_take_part(comm: Communicator) -> None:
     kmeans, blobs = _example("embedded_kmeans")["KMeans"], _blobs()
-
-    def fit(comm: Communicator) -> Any:
-        return kmeans(5).fit(blobs if comm.rank == comm.size - 1 else blobs[:0], comm=comm).centers_
-
-    for centers in run(size, fit):
-        assert np.array_equal(centers, kmeans(5).fit(blobs).centers_)
+    centers = kmeans(5).fit(blobs if comm.rank == comm.size - 1 else blobs[:0], comm=comm).centers_
+    assert np.array_equal(centers, kmeans(5).fit(blobs).centers_)
 
 
 @each_rank_of(2)

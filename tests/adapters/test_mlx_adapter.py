@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import arraycomm as ac
-from arraycomm.testing import run
+from tests.support.on_ranks import each_rank_of
 
 mx = pytest.importorskip("mlx.core", exc_type=ImportError)
 optimizers = pytest.importorskip("mlx.optimizers", exc_type=ImportError)
@@ -38,54 +38,44 @@ def alone(steps: int) -> bytes:
     return weights_of(model)
 
 
-def test_update_takes_the_mean_gradient() -> None:
-    def train(comm: ac.Communicator) -> bytes:
-        model = Model()
-        optimizer = ac.DistributedOptimizer(optimizers.Adam(learning_rate=0.1), comm=comm)
-        for _ in range(3):
-            optimizer.update(model, gradients_of(comm.rank))
-        assert optimizer.step.item() == 3
-        optimizer.learning_rate = 0.5
-        assert optimizer.learning_rate.item() == 0.5
-        return weights_of(model)
-
-    assert run(3, train) == [alone(3)] * 3
+@each_rank_of(3)
+def test_update_takes_the_mean_gradient(comm: ac.Communicator) -> None:
+    model = Model()
+    optimizer = ac.DistributedOptimizer(optimizers.Adam(learning_rate=0.1), comm=comm)
+    for _ in range(3):
+        optimizer.update(model, gradients_of(comm.rank))
+    assert optimizer.step.item() == 3
+    optimizer.learning_rate = 0.5
+    assert optimizer.learning_rate.item() == 0.5
+    assert weights_of(model) == alone(3)
 
 
-def test_applied_gradients_are_reduced_too() -> None:
-    def train(comm: ac.Communicator) -> bytes:
-        model = Model()
-        optimizer = ac.DistributedOptimizer(optimizers.Adam(learning_rate=0.1), comm=comm)
-        model.update(optimizer.apply_gradients(gradients_of(comm.rank), model))
-        return weights_of(model)
-
-    assert run(3, train) == [alone(1)] * 3
+@each_rank_of(3)
+def test_applied_gradients_are_reduced_too(comm: ac.Communicator) -> None:
+    model = Model()
+    optimizer = ac.DistributedOptimizer(optimizers.Adam(learning_rate=0.1), comm=comm)
+    model.update(optimizer.apply_gradients(gradients_of(comm.rank), model))
+    assert weights_of(model) == alone(1)
 
 
-def test_several_optimizers_in_one_and_copies_reduce() -> None:
-    def train(comm: ac.Communicator) -> bytes:
-        model, made = Model(), [optimizers.Adam(learning_rate=0.1) for _ in range(2)]
-        both = optimizers.MultiOptimizer(made, [lambda path, _: "bias" in path])
-        optimizer = copy.copy(ac.DistributedOptimizer(both, comm=comm))
-        model.update(optimizer.apply_gradients(gradients_of(comm.rank), model))
-        return weights_of(model)
-
-    assert run(3, train) == [alone(1)] * 3
+@each_rank_of(3)
+def test_several_optimizers_in_one_and_copies_reduce(comm: ac.Communicator) -> None:
+    model, made = Model(), [optimizers.Adam(learning_rate=0.1) for _ in range(2)]
+    both = optimizers.MultiOptimizer(made, [lambda path, _: "bias" in path])
+    optimizer = copy.copy(ac.DistributedOptimizer(both, comm=comm))
+    model.update(optimizer.apply_gradients(gradients_of(comm.rank), model))
+    assert weights_of(model) == alone(1)
 
 
-def test_accumulated_gradients_are_applied_in_the_last_step() -> None:
-    def train(comm: ac.Communicator) -> list[bytes]:
-        model, found = Model(), []
-        optimizer = ac.DistributedOptimizer(
-            optimizers.Adam(learning_rate=0.1), comm=comm, accumulate=2
-        )
-        for factor in (0, 2):
-            scaled = nn.utils.tree_map(lambda g, f=factor: f * g, gradients_of(comm.rank))
-            optimizer.update(model, scaled)
-            found.append(weights_of(model))
-        return found
-
-    assert run(3, train) == [[weights_of(Model()), alone(1)]] * 3
+@each_rank_of(3)
+def test_accumulated_gradients_are_applied_in_the_last_step(comm: ac.Communicator) -> None:
+    model, found = Model(), []
+    optimizer = ac.DistributedOptimizer(optimizers.Adam(learning_rate=0.1), comm=comm, accumulate=2)
+    for factor in (0, 2):
+        scaled = nn.utils.tree_map(lambda g, f=factor: f * g, gradients_of(comm.rank))
+        optimizer.update(model, scaled)
+        found.append(weights_of(model))
+    assert found == [weights_of(Model()), alone(1)]
 
 
 @pytest.mark.parametrize(
@@ -101,12 +91,12 @@ def test_accumulated_gradients_are_applied_in_the_last_step() -> None:
         ),
     ],
 )
-def test_optimizer_that_cannot_be_distributed_is_refused(wrap, error, wrong) -> None:
-    def make(comm: ac.Communicator) -> None:
-        with pytest.raises(error, match=wrong):
-            wrap(optimizers.SGD(learning_rate=0.1), comm)
-
-    run(2, make)
+@each_rank_of(2)
+def test_optimizer_that_cannot_be_distributed_is_refused(
+    comm: ac.Communicator, wrap, error, wrong
+) -> None:
+    with pytest.raises(error, match=wrong):
+        wrap(optimizers.SGD(learning_rate=0.1), comm)
 
 
 @pytest.mark.parametrize(
@@ -116,16 +106,16 @@ def test_optimizer_that_cannot_be_distributed_is_refused(wrap, error, wrong) -> 
         (0.1, 1.0, r"params\['weight'\] is not the same"),
     ],
 )
-def test_a_step_that_another_rank_would_take_otherwise_is_an_error(rate, weight, says) -> None:
-    def train(comm: ac.Communicator) -> None:
-        model = Model()
-        if comm.rank:
-            model.weight += weight
-        plain = optimizers.SGD(learning_rate=rate if comm.rank else 0.1)
-        optimizer = ac.DistributedOptimizer(plain, comm=comm)
-        before = weights_of(model)
-        with pytest.raises(ac.MismatchError, match=says):
-            optimizer.update(model, gradients_of(comm.rank))
-        assert weights_of(model) == before
-
-    run(3, train)
+@each_rank_of(3)
+def test_a_step_that_another_rank_would_take_otherwise_is_an_error(
+    comm: ac.Communicator, rate, weight, says
+) -> None:
+    model = Model()
+    if comm.rank:
+        model.weight += weight
+    plain = optimizers.SGD(learning_rate=rate if comm.rank else 0.1)
+    optimizer = ac.DistributedOptimizer(plain, comm=comm)
+    before = weights_of(model)
+    with pytest.raises(ac.MismatchError, match=says):
+        optimizer.update(model, gradients_of(comm.rank))
+    assert weights_of(model) == before

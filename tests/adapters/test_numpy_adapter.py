@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 import arraycomm as ac
-from arraycomm.testing import run
 from tests.adapters.gradients import gradients, reduced, zeros
 from tests.adapters.optimizer_contract import Batch, Driver, OptimizerContract, Tree, gradient_of
 from tests.support.on_ranks import each_rank_of
@@ -95,16 +94,14 @@ class TestContract(OptimizerContract):
 
 
 @pytest.mark.parametrize("through", ["wrapped", "plain"])
-def test_a_learning_rate_set_later_counts(through: str) -> None:
-    def train(comm: ac.Communicator) -> Any:
-        plain = Own()
-        wrapped = ac.DistributedOptimizer(plain, comm=comm)
-        (wrapped if through == "wrapped" else plain).rate = 0.5
-        assert plain.rate == wrapped.rate == 0.5
-        return wrapped.update(zeros(), gradients(comm.rank, 0))["a"]
-
-    for params in run(2, train):
-        np.testing.assert_array_equal(params, -0.5 * reduced(2, 0, "mean")["a"], strict=True)
+@each_rank_of(2)
+def test_a_learning_rate_set_later_counts(comm: ac.Communicator, through: str) -> None:
+    plain = Own()
+    wrapped = ac.DistributedOptimizer(plain, comm=comm)
+    (wrapped if through == "wrapped" else plain).rate = 0.5
+    assert plain.rate == wrapped.rate == 0.5
+    params = wrapped.update(zeros(), gradients(comm.rank, 0))["a"]
+    np.testing.assert_array_equal(params, -0.5 * reduced(2, 0, "mean")["a"], strict=True)
 
 
 @each_rank_of(3)

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 import arraycomm as ac
-from arraycomm.testing import run
 from tests.adapters.gradients import STEPS, Gradients, gradients, reduced, zeros
 from tests.support.on_ranks import each_rank_of
 
@@ -71,24 +70,18 @@ PROTOCOL: dict[str, tuple[Any, Any]] = {
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("kind", PROTOCOL)
-def test_every_optimizer_of_the_protocol_gets_reduced_gradients(kind: str, accumulate: int) -> None:
+@each_rank_of(3)
+def test_every_optimizer_of_the_protocol_gets_reduced_gradients(
+    comm: ac.Communicator, kind: str, accumulate: int
+) -> None:
     make, step = PROTOCOL[kind]
-
-    def train(comm: ac.Communicator) -> list[Gradients]:
-        optimizer = ac.DistributedOptimizer(make(), comm=comm, accumulate=accumulate)
-        params, seen = zeros(), []
-        for number in range(2 * accumulate):
-            params = step(optimizer, params, gradients(comm.rank, number // accumulate))
-            seen.append({name: param.copy() for name, param in params.items()})
-        return seen
-
-    plain, expected = SGD(), zeros()
-    results = run(3, train)
+    optimizer = ac.DistributedOptimizer(make(), comm=comm, accumulate=accumulate)
+    params, plain, expected = zeros(), SGD(), zeros()
     for number in range(2 * accumulate):
+        params = step(optimizer, params, gradients(comm.rank, number // accumulate))
         if number % accumulate == accumulate - 1:
             expected = plain.update(expected, reduced(3, number // accumulate, "mean"))
-        for seen in results:
-            np.testing.assert_equal(seen[number], expected)
+        np.testing.assert_equal(params, expected)
 
 
 class _NoArguments:

@@ -65,104 +65,83 @@ def _check_minimum(w: Any) -> None:
 
 
 @pytest.mark.parametrize("method", ["L-BFGS-B", "BFGS", "Newton-CG", "trust-constr"])
-def test_every_method_finds_the_minimum_of_all_data(on_ranks, few: int, method: str) -> None:
-    def fit(comm: Communicator) -> Any:
-        part, start = Logistic.of(comm.rank, comm.size), np.zeros(9)
-        if method == "BFGS":
-            both = lambda w: (part.value(w), part.gradient(w))  # noqa: E731
-            return minimize(both, start, jac=True, method=method, comm=comm)
-        second = {
-            "Newton-CG": {"hessp": lambda w, p: part.hessian(w) @ p},
-            "trust-constr": {"hess": part.hessian},
-        }.get(method, {})
-        return minimize(part.value, start, jac=part.gradient, method=method, comm=comm, **second)
-
-    results = on_ranks(few, fit)
-    _check_minimum(results[0].x)
-    assert all(np.array_equal(result.x, results[0].x) for result in results)
-    assert all(result.fun == results[0].fun for result in results)
+@each_rank_of("few")
+def test_every_method_finds_the_minimum_of_all_data(comm: Communicator, method: str) -> None:
+    part = Logistic.of(comm.rank, comm.size)
+    options: dict[str, Any] = {
+        "BFGS": {"fun": lambda w: (part.value(w), part.gradient(w)), "jac": True},
+        "Newton-CG": {"hessp": lambda w, p: part.hessian(w) @ p},
+        "trust-constr": {"hess": part.hessian},
+    }.get(method, {})
+    options = {"fun": part.value, "jac": part.gradient, **options}
+    result = minimize(x0=np.zeros(9), method=method, comm=comm, **options)
+    _check_minimum(result.x)
+    found = (result.x.tolist(), result.fun)
+    assert comm.allgather_object(found) == [found] * comm.size
 
 
-def test_methods_without_derivatives_bounds_constraints_and_args(on_ranks) -> None:
+@each_rank_of(3)
+def test_methods_without_derivatives_bounds_constraints_and_args(comm: Communicator) -> None:
     """Rosenbrock's function, whose terms are spread over the ranks."""
 
-    def fit(comm: Communicator) -> list[Any]:
-        def terms(x: Any, scale: float) -> float:
-            parts = [scale * 100 * (x[1] - x[0] ** 2) ** 2, scale * (1 - x[0]) ** 2]
-            return sum(parts[comm.rank :: comm.size])
+    def terms(x: Any, scale: float) -> float:
+        parts = [scale * 100 * (x[1] - x[0] ** 2) ** 2, scale * (1 - x[0]) ** 2]
+        return sum(parts[comm.rank :: comm.size])
 
-        start, found = np.array([-1.0, 2.0]), []
-        for options in (
-            {"method": "Nelder-Mead", "options": {"xatol": 1e-5, "fatol": 1e-8}},
-            {"method": "L-BFGS-B", "jac": "3-point", "bounds": [(None, 0.5), (None, None)]},
-            {
-                "method": "SLSQP",
-                "tol": 1e-12,
-                "constraints": {"type": "eq", "fun": lambda x: x[0] + x[1] - 1},
-            },
-        ):
-            result = minimize(terms, start, (2.0,), comm=comm, **options)
-            found.append((result.x, result.fun))
-        return found
+    def found(method: str, **options: Any) -> Any:
+        return minimize(terms, np.array([-1.0, 2.0]), (2.0,), method=method, comm=comm, **options)
 
-    for free, bounded, constrained in on_ranks(3, fit):
-        # At a distance d from the minimum the function is at least 0.2 d², its least curvature / 2.
-        assert np.linalg.norm(free[0] - 1) <= np.sqrt(free[1] / 0.2) < 1e-2
-        assert np.allclose(bounded[0], [0.5, 0.25], atol=1e-4)
-        assert abs(constrained[0].sum() - 1) < 1e-9
+    free = found("Nelder-Mead", options={"xatol": 1e-5, "fatol": 1e-8})
+    # At a distance d from the minimum the function is at least 0.2 d², its least curvature / 2.
+    assert np.linalg.norm(free.x - 1) <= np.sqrt(free.fun / 0.2) < 1e-2
+    bounded = found("L-BFGS-B", jac="3-point", bounds=[(None, 0.5), (None, None)])
+    assert np.allclose(bounded.x, [0.5, 0.25], atol=1e-4)
+    constraint = {"type": "eq", "fun": lambda x: x[0] + x[1] - 1}
+    assert abs(found("SLSQP", tol=1e-12, constraints=constraint).x.sum() - 1) < 1e-9
 
 
 @pytest.mark.parametrize("jac", ["rows", "sparse rows", "cs"])
-def test_least_squares_has_the_residuals_of_all_ranks(on_ranks, few: int, jac: str) -> None:
+@each_rank_of("few")
+def test_least_squares_has_the_residuals_of_all_ranks(comm: Communicator, jac: str) -> None:
     x, y = datasets.load_diabetes(return_X_y=True)
     y = (y - y.mean()) / y.std()
-
-    def fit(comm: Communicator) -> Any:
-        # The last of several ranks has no data.
-        sharing = max(comm.size - 1, 1)
-        rows = slice(comm.rank, None, sharing) if comm.rank < sharing else slice(0, 0)
-        part, target = x[rows], y[rows]
-        derivative = {"rows": lambda w: part, "sparse rows": lambda w: sparse.csr_array(part)}.get(
-            jac, jac
-        )
-        return least_squares(lambda w: part @ w - target, np.zeros(10), derivative, comm=comm)
-
     exact = np.linalg.lstsq(x, y, rcond=None)[0]
-    for result in on_ranks(few, fit):
-        assert len(result.fun) == len(y)
-        # The distance is bounded by the gradient over the least eigenvalue of XᵀX.
-        bound = np.linalg.norm(x.T @ (x @ result.x - y)) / np.linalg.eigvalsh(x.T @ x)[0]
-        assert np.linalg.norm(result.x - exact) <= bound + 1e-10
-        assert bound < 1e-2
+    # The last of several ranks has no data.
+    sharing = max(comm.size - 1, 1)
+    rows = slice(comm.rank, None, sharing) if comm.rank < sharing else slice(0, 0)
+    part, target = x[rows], y[rows]
+    derivative = {"rows": lambda w: part, "sparse rows": lambda w: sparse.csr_array(part)}.get(
+        jac, jac
+    )
+    result = least_squares(lambda w: part @ w - target, np.zeros(10), derivative, comm=comm)
+    assert len(result.fun) == len(y)
+    # The distance is bounded by the gradient over the least eigenvalue of XᵀX.
+    bound = np.linalg.norm(x.T @ (x @ result.x - y)) / np.linalg.eigvalsh(x.T @ x)[0]
+    assert np.linalg.norm(result.x - exact) <= bound + 1e-10
+    assert bound < 1e-2
 
 
-def test_callbacks_are_called_on_all_ranks_and_may_communicate(on_ranks) -> None:
-    def fit(comm: Communicator) -> tuple[Any, ...]:
-        part, seen = Logistic.of(comm.rank, comm.size), []
+@each_rank_of(3)
+def test_callbacks_are_called_on_all_ranks_and_may_communicate(comm: Communicator) -> None:
+    part, seen = Logistic.of(comm.rank, comm.size), []
 
-        def by_result(intermediate_result: Any) -> None:
-            seen.append(comm.allreduce(intermediate_result.fun, "max"))
-            if comm.rank == comm.size - 1 and len(seen) == 3:
-                raise StopIteration
+    def by_result(intermediate_result: Any) -> None:
+        seen.append(comm.allreduce(intermediate_result.fun, "max"))
+        if comm.rank == comm.size - 1 and len(seen) == 3:
+            raise StopIteration
 
-        def by_point(x: Any) -> None:
-            seen.append(x)
+    def by_point(x: Any) -> None:
+        seen.append(x)
 
-        def run(callback: Any) -> Any:
-            return minimize(
-                part.value, np.zeros(9), jac=part.gradient, callback=callback, comm=comm
-            )
+    def run(callback: Any) -> Any:
+        return minimize(part.value, np.zeros(9), jac=part.gradient, callback=callback, comm=comm)
 
-        stopped = run(by_result)
-        values, seen = seen, []
-        run(by_point if comm.rank == 1 else None)
-        return stopped.nit, values, len(seen)
-
-    results = on_ranks(3, fit)
-    assert {nit for nit, *_ in results} == {3}
-    assert all(values == results[0][1] and len(values) == 3 for _, values, _ in results)
-    assert results[0][1] == sorted(results[0][1], reverse=True)
-    assert [calls > 3 for *_, calls in results] == [rank == 1 for rank in range(3)]
+    assert run(by_result).nit == len(seen) == 3
+    assert seen == sorted(seen, reverse=True)
+    assert comm.allgather_object(seen) == [seen] * 3
+    seen.clear()
+    run(by_point if comm.rank == 1 else None)
+    assert (len(seen) > 3) is (comm.rank == 1)
 
 
 def _raising_fun(comm: Communicator) -> Any:

@@ -306,41 +306,33 @@ def test_parameters_are_the_mean_weighted_by_samples(make: Any) -> None:
     assert results[0].t_ == max(each.t_ for each in locally)
 
 
-def test_networks_without_a_seed_begin_with_the_same_parameters() -> None:
-    def begin(comm: Communicator) -> Any:
-        # A rate of 0 leaves what it begins with; means of equal numbers are off by their rounding.
-        network = MLPRegressor(hidden_layer_sizes=(4,), learning_rate_init=1e-300, solver="sgd")
-        x, y = DISEASE
-        partial_fit(network, x[comm.rank : comm.rank + 5], y[comm.rank : comm.rank + 5], comm=comm)
-        assert network.random_state is None
-        return network
-
-    first, *others = run(3, begin)
-    _assert_same([first, *others])
+@each_rank_of(3)
+def test_networks_without_a_seed_begin_with_the_same_parameters(comm: Communicator) -> None:
+    # A rate of 0 leaves what it begins with; means of equal numbers are off by their rounding.
+    network = MLPRegressor(hidden_layer_sizes=(4,), learning_rate_init=1e-300, solver="sgd")
+    x, y = DISEASE
+    partial_fit(network, x[comm.rank : comm.rank + 5], y[comm.rank : comm.rank + 5], comm=comm)
+    assert network.random_state is None
+    _assert_same(comm.allgather_object(network))
     # If each had begun elsewhere, the means of uniform numbers would be smaller than the widest.
-    assert np.abs(first.coefs_[0]).max() > 0.9 * np.sqrt(6 / 14)
+    assert np.abs(network.coefs_[0]).max() > 0.9 * np.sqrt(6 / 14)
 
 
-def test_more_ranks_than_samples() -> None:
-    def fit(comm: Communicator) -> Any:
-        rows = slice(comm.rank, comm.rank + 1) if comm.rank in {1, 3} else slice(0, 0)
-        found = []
-        for make in (
-            StandardScaler,
-            lambda: SGDClassifier(random_state=0),
-            lambda: MLPClassifier(hidden_layer_sizes=(3,), random_state=0),
-            lambda: IncrementalPCA(2),
-            GaussianNB,
-        ):
-            estimator = make()
-            for _ in range(2):
-                partial_fit(estimator, X[rows], Y[rows], comm=comm)
-            found.append(estimator)
-        assert found[1].classes_.tolist() == sorted(Y[[1, 3]])
-        return found
-
-    for estimators in zip(*run(4, fit), strict=True):
-        _assert_same(list(estimators))
+@each_rank_of(4)
+def test_more_ranks_than_samples(comm: Communicator) -> None:
+    rows = slice(comm.rank, comm.rank + 1) if comm.rank in {1, 3} else slice(0, 0)
+    for estimator in (
+        StandardScaler(),
+        SGDClassifier(random_state=0),
+        MLPClassifier(hidden_layer_sizes=(3,), random_state=0),
+        IncrementalPCA(2),
+        GaussianNB(),
+    ):
+        for _ in range(2):
+            partial_fit(estimator, X[rows], Y[rows], comm=comm)
+        _assert_same(comm.allgather_object(estimator))
+        if isinstance(estimator, SGDClassifier):
+            assert estimator.classes_.tolist() == sorted(Y[[1, 3]])
 
 
 def test_average_counts_what_each_rank_has_learnt_since() -> None:
@@ -373,25 +365,21 @@ def test_average_counts_what_each_rank_has_learnt_since() -> None:
 # Classes, pipelines and errors -----------------------------------------------------------------
 
 
-def test_classes_are_those_of_all_ranks() -> None:
+@each_rank_of(3)
+def test_classes_are_those_of_all_ranks(comm: Communicator) -> None:
     names = np.array(["zero", "one", "two", "three"])
-
-    def fit(comm: Communicator) -> list[Any]:
-        found = []
-        for estimator in (
-            GaussianNB(),
-            SGDClassifier(random_state=0),
-            MLPClassifier(hidden_layer_sizes=(4,), random_state=0),
-        ):
-            rows = np.flatnonzero(comm.rank == Y)[:20]
-            given = ["nine", "zero"] if comm.rank == 0 else None
-            partial_fit(estimator, X[rows], names[Y[rows]], classes=given, comm=comm)
-            found.append(estimator.classes_.tolist())
-        return found
-
     # The rank that gives classes gives all that it has.
-    for found in run(3, fit):
-        assert found == [sorted(["nine", *names[:3]])] * 3
+    found = []
+    for estimator in (
+        GaussianNB(),
+        SGDClassifier(random_state=0),
+        MLPClassifier(hidden_layer_sizes=(4,), random_state=0),
+    ):
+        rows = np.flatnonzero(comm.rank == Y)[:20]
+        given = ["nine", "zero"] if comm.rank == 0 else None
+        partial_fit(estimator, X[rows], names[Y[rows]], classes=given, comm=comm)
+        found.append(estimator.classes_.tolist())
+    assert found == [sorted(["nine", *names[:3]])] * 3
 
 
 @each_rank_of(2)
@@ -406,22 +394,19 @@ def test_a_pipeline_whose_first_steps_have_learnt_nothing_says_what_to_do(
     partial_fit(pipeline, X[comm.rank :: 2], Y[comm.rank :: 2], comm=comm)
 
 
-def test_the_last_step_of_a_pipeline_learns() -> None:
-    def fit(comm: Communicator) -> Any:
-        scaler = partial_fit(StandardScaler(), X[comm.rank :: comm.size], comm=comm)
-        pipeline = make_pipeline(scaler, SGDClassifier(random_state=0))
-        for batch in BATCHES:
-            rows = _share(batch, comm.rank, comm.size)
-            partial_fit(pipeline, X[rows], Y[rows], comm=comm)
-        other = make_pipeline(StandardScaler().fit(X[: comm.rank + 50]), SGDClassifier())
-        with pytest.raises(ac.MismatchError, match="different states of the estimator"):
-            partial_fit(other, X, Y, comm=comm)
-        average(pipeline[-1].partial_fit(scaler.transform(X), Y) and pipeline, comm=comm)
-        return pipeline
-
-    results = run(3, fit)
-    _assert_same([result[-1] for result in results])
-    assert results[0].score(X, Y) > 0.9
+@each_rank_of(3)
+def test_the_last_step_of_a_pipeline_learns(comm: Communicator) -> None:
+    scaler = partial_fit(StandardScaler(), X[comm.rank :: comm.size], comm=comm)
+    pipeline = make_pipeline(scaler, SGDClassifier(random_state=0))
+    for batch in BATCHES:
+        rows = _share(batch, comm.rank, comm.size)
+        partial_fit(pipeline, X[rows], Y[rows], comm=comm)
+    other = make_pipeline(StandardScaler().fit(X[: comm.rank + 50]), SGDClassifier())
+    with pytest.raises(ac.MismatchError, match="different states of the estimator"):
+        partial_fit(other, X, Y, comm=comm)
+    average(pipeline[-1].partial_fit(scaler.transform(X), Y) and pipeline, comm=comm)
+    _assert_same(comm.allgather_object(pipeline[-1]))
+    assert pipeline.score(X, Y) > 0.9
 
 
 def _calls(last: bool, comm: Communicator) -> list[tuple[type[Exception], str, Callable[[], Any]]]:

@@ -86,32 +86,28 @@ def test_training_is_that_of_one_process(kind: str, size: int) -> None:
         np.testing.assert_allclose(got, want, rtol=0, atol=bound)
 
 
-def test_accumulated_steps_and_missing_gradients() -> None:
-    models = [_model(0) for _ in range(3)]
-    parts = np.split(np.arange(48), 2)
-
-    def train(comm: Communicator) -> Any:
-        model = models[comm.rank]
-        optimizer = ac.DistributedOptimizer(SGD(0.1, grad_clip=0.0), comm=comm, accumulate=2)
-        before = _parameters(model)
-        for number, part in enumerate(parts):
-            if comm.rank == 2:
-                model.finish_update(optimizer)
-            else:
-                _step(model, optimizer, X[part], Y[part])
-            if number == 0:
-                assert all(map(np.array_equal, before, _parameters(model)))
-        # Another round: what was accumulated is gone.
-        for _ in parts:
+@each_rank_of(3)
+def test_accumulated_steps_and_missing_gradients(comm: Communicator) -> None:
+    model, want, parts = _model(0), _model(0), np.split(np.arange(48), 2)
+    optimizer = ac.DistributedOptimizer(SGD(0.1, grad_clip=0.0), comm=comm, accumulate=2)
+    before = _parameters(model)
+    for number, part in enumerate(parts):
+        if comm.rank == 2:
             model.finish_update(optimizer)
-        return before, _parameters(model)
-
-    before, want = _parameters(_model(0)), _model(0)
+        else:
+            _step(model, optimizer, X[part], Y[part])
+        if number == 0:
+            assert all(map(np.array_equal, before, _parameters(model)))
+    # Another round: what was accumulated is gone.
+    for _ in parts:
+        model.finish_update(optimizer)
     _step(want, SGD(0.1 * 2 / 3, grad_clip=0.0), X, Y)
-    for start, got in run(3, train):
-        assert all(map(np.array_equal, before, start))
-        for one, other in zip(got, _parameters(want), strict=True):
-            np.testing.assert_allclose(one, other, rtol=0, atol=48 * np.finfo(np.float32).eps)
+    _assert_near(model, want)
+
+
+def _assert_near(model: Model[Any, Any], want: Model[Any, Any]) -> None:
+    for one, other in zip(_parameters(model), _parameters(want), strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=48 * np.finfo(np.float32).eps)
 
 
 @each_rank_of(3)
@@ -127,66 +123,50 @@ def test_one_parameter_at_a_time_has_a_reduction_of_its_own(comm: Communicator) 
     assert weights.tolist() == [-3.0] * 3
 
 
-def test_models_are_trees_with_their_arrays() -> None:
-    models = [chain(Relu(4), Linear(2)).initialize(X[:2], Y[:2, :2]) for _ in range(3)]
-    for rank, model in enumerate(models):
-        model.layers[0].attrs["mask"] = np.full(2, rank)
-        model.layers[1].set_param("b", np.full(2, rank, np.float32))
-
-    def check(comm: Communicator) -> None:
-        model = models[comm.rank]
-        assert ac.allreduce_tree({"m": model}, "max", comm=comm)["m"] is model
-        assert model.layers[0].attrs["mask"].tolist() == [2, 2]
-        assert model.layers[1].get_param("b").tolist() == [2, 2]
-        other = chain(Relu(4), Linear(2))
-        if comm.rank != 1:
-            other.initialize(X[:2], Y[:2, :2])
-        with pytest.raises(ac.MismatchError, match=r"tree\['m'\]"):
-            ac.synchronize({"m": other}, comm=comm.dup())
-
-    run(3, check)
+@each_rank_of(3)
+def test_models_are_trees_with_their_arrays(comm: Communicator) -> None:
+    model = chain(Relu(4), Linear(2)).initialize(X[:2], Y[:2, :2])
+    model.layers[0].attrs["mask"] = np.full(2, comm.rank)
+    model.layers[1].set_param("b", np.full(2, comm.rank, np.float32))
+    assert ac.allreduce_tree({"m": model}, "max", comm=comm)["m"] is model
+    assert model.layers[0].attrs["mask"].tolist() == [2, 2]
+    assert model.layers[1].get_param("b").tolist() == [2, 2]
+    other = chain(Relu(4), Linear(2))
+    if comm.rank != 1:
+        other.initialize(X[:2], Y[:2, :2])
+    with pytest.raises(ac.MismatchError, match=r"tree\['m'\]"):
+        ac.synchronize({"m": other}, comm=comm.dup())
 
 
-def test_an_update_that_one_rank_leaves_out_is_a_mismatch_on_all() -> None:
-    models = [_model(0) for _ in range(3)]
+@each_rank_of(3)
+def test_an_update_that_one_rank_leaves_out_is_a_mismatch_on_all(comm: Communicator) -> None:
+    model, optimizer = _model(0), ac.DistributedOptimizer(Adam(0.01), comm=comm)
 
-    def train(comm: Communicator) -> None:
-        optimizer = ac.DistributedOptimizer(Adam(0.01), comm=comm)
+    def loop() -> None:
+        for step in range(STEPS):
+            if (comm.rank, step) != (1, 1):
+                _step(model, optimizer, X, Y)
+            optimizer.step_schedules()
 
-        def loop() -> None:
-            for step in range(STEPS):
-                if (comm.rank, step) != (1, 1):
-                    _step(models[comm.rank], optimizer, X, Y)
-                optimizer.step_schedules()
-
-        said = r"step of the optimizer=1 .* step of the optimizer=2"
-        with pytest.raises(ac.MismatchError, match=said):
-            loop()
-        assert optimizer.step == 1 + (comm.rank == 1)
-
-    run(3, train)
+    said = r"step of the optimizer=1 .* step of the optimizer=2"
+    with pytest.raises(ac.MismatchError, match=said):
+        loop()
+    assert optimizer.step == 1 + (comm.rank == 1)
 
 
 @pytest.mark.parametrize("steps", [(1, 3), (3, 1)])
-def test_ranks_with_fewer_batches_join(steps: tuple[int, int]) -> None:
-    models = [_model(0) for _ in range(2)]
-    longest = max(steps)
-
-    def train(comm: Communicator) -> Any:
-        optimizer = ac.DistributedOptimizer(SGD(0.1, grad_clip=0.0), comm=comm)
-        with ac.join(comm) as joined:
-            for step in range(steps[comm.rank]):
-                _step(models[comm.rank], optimizer, X[step * 8 :][:8], Y[step * 8 :][:8])
-                optimizer.step_schedules()
-        return _parameters(joined.synchronize(models[comm.rank]))
-
-    want = _model(0)
-    for step in range(longest):
+@each_rank_of(2)
+def test_ranks_with_fewer_batches_join(comm: Communicator, steps: tuple[int, int]) -> None:
+    model, want = _model(0), _model(0)
+    optimizer = ac.DistributedOptimizer(SGD(0.1, grad_clip=0.0), comm=comm)
+    with ac.join(comm) as joined:
+        for step in range(steps[comm.rank]):
+            _step(model, optimizer, X[step * 8 :][:8], Y[step * 8 :][:8])
+            optimizer.step_schedules()
+    for step in range(max(steps)):
         # Where both have a batch, it is the same one.
         _step(want, SGD(0.1, grad_clip=0.0), X[step * 8 :][:8], Y[step * 8 :][:8])
-    for got in run(2, train):
-        for one, other in zip(got, _parameters(want), strict=True):
-            np.testing.assert_allclose(one, other, rtol=0, atol=48 * np.finfo(np.float32).eps)
+    _assert_near(joined.synchronize(model), want)
 
 
 class _Foreign:

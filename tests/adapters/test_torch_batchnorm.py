@@ -58,62 +58,58 @@ def tolerance(dtype: Any) -> dict[str, float]:
         ((2, 2, 2), {"track_running_stats": False}),
     ],
 )
+@each_rank_of("few")
 def test_training_is_that_of_one_process_with_the_whole_batch(
-    on_ranks, few: int, spatial: tuple[int, ...], options: dict[str, Any]
+    comm: ac.Communicator, spatial: tuple[int, ...], options: dict[str, Any]
 ) -> None:
-    def check(comm: ac.Communicator) -> None:
-        one = initialized(KINDS[len(spatial)](CHANNELS, **options).double())
-        ours = adapter.convert_sync_batchnorm(copy.deepcopy(one), comm=comm)
-        for step in range(2):
-            x = draw(step, *spatial).requires_grad_()
-            upstream = draw(10 + step, *spatial)
-            (one(x) * upstream).sum().backward()
-            own = part_of(x.detach(), comm.rank, comm.size).clone().requires_grad_()
-            y = ours(own)
-            (y * part_of(upstream, comm.rank, comm.size)).sum().backward()
-            close = tolerance(x.dtype)
-            with torch.no_grad():
-                expected = torch.nn.functional.batch_norm(
-                    x, None, None, one.weight, one.bias, True, 0.0, one.eps
-                )
-            torch.testing.assert_close(y, part_of(expected, comm.rank, comm.size), **close)
-            torch.testing.assert_close(own.grad, part_of(x.grad, comm.rank, comm.size), **close)
-        for mine, theirs in zip(ours.parameters(), one.parameters(), strict=True):
-            torch.testing.assert_close(comm.allreduce(mine.grad), theirs.grad, **close)
-        torch.testing.assert_close(ours.state_dict(), one.state_dict(), **close)
-        if options.get("track_running_stats", True):
-            torch.testing.assert_close(ours.eval()(x), one.eval()(x), **close)
-
-    on_ranks(few, check)
+    one = initialized(KINDS[len(spatial)](CHANNELS, **options).double())
+    ours = adapter.convert_sync_batchnorm(copy.deepcopy(one), comm=comm)
+    for step in range(2):
+        x = draw(step, *spatial).requires_grad_()
+        upstream = draw(10 + step, *spatial)
+        (one(x) * upstream).sum().backward()
+        own = part_of(x.detach(), comm.rank, comm.size).clone().requires_grad_()
+        y = ours(own)
+        (y * part_of(upstream, comm.rank, comm.size)).sum().backward()
+        close = tolerance(x.dtype)
+        with torch.no_grad():
+            expected = torch.nn.functional.batch_norm(
+                x, None, None, one.weight, one.bias, True, 0.0, one.eps
+            )
+        torch.testing.assert_close(y, part_of(expected, comm.rank, comm.size), **close)
+        torch.testing.assert_close(own.grad, part_of(x.grad, comm.rank, comm.size), **close)
+    for mine, theirs in zip(ours.parameters(), one.parameters(), strict=True):
+        torch.testing.assert_close(comm.allreduce(mine.grad), theirs.grad, **close)
+    torch.testing.assert_close(ours.state_dict(), one.state_dict(), **close)
+    if options.get("track_running_stats", True):
+        torch.testing.assert_close(ours.eval()(x), one.eval()(x), **close)
 
 
 @pytest.mark.parametrize(
     ("dtype", "whole_module"), [("float16", True), ("bfloat16", False), ("float32", True)]
 )
+@each_rank_of("few")
 def test_statistics_of_narrow_floats_are_of_32_bits(
-    on_ranks, few: int, dtype: str, whole_module: bool
+    comm: ac.Communicator, few: int, dtype: str, whole_module: bool
 ) -> None:
     """In channels-last, which the result keeps."""
+
     narrow = getattr(torch, dtype)
-
-    def check(comm: ac.Communicator) -> None:
-        # Numbers that all have in every dtype, and a mean of which 16 bits keep next to nothing.
-        whole = (draw(1, 2, 3).round() + 64).to(narrow)
-        ours = adapter.SyncBatchNorm(CHANNELS, comm=comm).to(narrow if whole_module else None)
-        own = part_of(whole, comm.rank, few).to(memory_format=torch.channels_last)
-        own = own.clone().requires_grad_()
-        y = ours(own)
-        assert y.dtype == narrow
-        assert y.is_contiguous(memory_format=torch.channels_last)
-        y.backward(torch.ones_like(y) * y.detach())
-        assert own.grad.dtype == narrow
-        expected = torch.nn.BatchNorm2d(CHANNELS)(whole.float())
-        # A rounding of y, of up to 4, beside the error in 32 bits.
-        atol = 2 * torch.finfo(narrow).eps + 64 * ULPS * torch.finfo(torch.float32).eps
-        torch.testing.assert_close(y.float(), part_of(expected, comm.rank, few), rtol=0, atol=atol)
-        assert ours.running_mean.dtype == (narrow if whole_module else torch.float32)
-
-    on_ranks(few, check)
+    # Numbers that all have in every dtype, and a mean of which 16 bits keep next to nothing.
+    whole = (draw(1, 2, 3).round() + 64).to(narrow)
+    ours = adapter.SyncBatchNorm(CHANNELS, comm=comm).to(narrow if whole_module else None)
+    own = part_of(whole, comm.rank, few).to(memory_format=torch.channels_last)
+    own = own.clone().requires_grad_()
+    y = ours(own)
+    assert y.dtype == narrow
+    assert y.is_contiguous(memory_format=torch.channels_last)
+    y.backward(torch.ones_like(y) * y.detach())
+    assert own.grad.dtype == narrow
+    expected = torch.nn.BatchNorm2d(CHANNELS)(whole.float())
+    # A rounding of y, of up to 4, beside the error in 32 bits.
+    atol = 2 * torch.finfo(narrow).eps + 64 * ULPS * torch.finfo(torch.float32).eps
+    torch.testing.assert_close(y.float(), part_of(expected, comm.rank, few), rtol=0, atol=atol)
+    assert ours.running_mean.dtype == (narrow if whole_module else torch.float32)
 
 
 @each_rank_of((1, 3))

@@ -104,21 +104,19 @@ def assert_close(got: Tensor, expected: Tensor) -> None:
 
 
 @every_case
+@each_rank_of("few")
 def test_gradients_and_theirs_are_those_of_the_sum_of_all_losses(
-    on_ranks, few: int, case: Case
+    comm: ac.Communicator, case: Case
 ) -> None:
-    def check(comm: ac.Communicator) -> None:
-        x = draw(100 + comm.rank, case.shape(comm.size))
-        loss, along = objective(case, comm), draw(200 + comm.rank, case.shape(comm.size))
+    x = draw(100 + comm.rank, case.shape(comm.size))
+    loss, along = objective(case, comm), draw(200 + comm.rank, case.shape(comm.size))
 
-        def slope(x: Tensor) -> Tensor:
-            x = x.detach().requires_grad_() if not x.requires_grad else x
-            return (along * gradient(loss, x, create_graph=True)).sum()
+    def slope(x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_() if not x.requires_grad else x
+        return (along * gradient(loss, x, create_graph=True)).sum()
 
-        for function in (loss, slope):
-            assert_close(gradient(function, x), differences(comm, function, x))
-
-    on_ranks(few, check)
+    for function in (loss, slope):
+        assert_close(gradient(function, x), differences(comm, function, x))
 
 
 @every_case

@@ -11,7 +11,7 @@ import pytest
 
 import arraycomm as ac
 from arraycomm._communicator import Communicator
-from arraycomm.testing import run
+from tests.support.on_ranks import each_rank_of
 
 torch = pytest.importorskip("torch")
 
@@ -74,49 +74,50 @@ STEPS: dict[str, tuple[Callable[[Communicator, Any], Any], float]] = {
 
 
 @pytest.mark.parametrize(("step", "expected"), STEPS.values(), ids=STEPS)
+@each_rank_of(1)
 def test_library_is_called_and_not_compiled(
-    compiled_files: list[str], step: Callable[[Communicator, Any], Any], expected: float
+    comm: Communicator,
+    compiled_files: list[str],
+    step: Callable[[Communicator, Any], Any],
+    expected: float,
 ) -> None:
-    def check(comm: Communicator) -> None:
-        compiled = torch.compile(lambda x: step(comm, x), backend="eager")
-        for _ in range(3):
-            assert compiled(torch.ones(4)).tolist() == [expected] * 4
-
-    run(1, check)
+    compiled = torch.compile(lambda x: step(comm, x), backend="eager")
+    for _ in range(3):
+        assert compiled(torch.ones(4)).tolist() == [expected] * 4
     _assert_only_the_test_was_compiled(compiled_files)
 
 
-def test_plan_and_optimizer_work_in_a_compiled_step(compiled_files: list[str]) -> None:
-    def check(comm: Communicator) -> None:
-        plan = comm.plan([torch.ones(4)], "sum")
-        parameter = torch.nn.Parameter(torch.ones(4))
-        optimizer = ac.DistributedOptimizer(torch.optim.SGD([parameter], lr=0.5), comm=comm)
+@each_rank_of(1)
+def test_plan_and_optimizer_work_in_a_compiled_step(
+    comm: Communicator, compiled_files: list[str]
+) -> None:
+    plan = comm.plan([torch.ones(4)], "sum")
+    parameter = torch.nn.Parameter(torch.ones(4))
+    optimizer = ac.DistributedOptimizer(torch.optim.SGD([parameter], lr=0.5), comm=comm)
 
-        @torch.compile(backend="eager")
-        def step(x: Any) -> Any:
-            optimizer.zero_grad()
-            loss = (parameter * x).sum()
-            loss.backward()
-            optimizer.step()
-            return plan([x + 1])[0]
+    @torch.compile(backend="eager")
+    def step(x: Any) -> Any:
+        optimizer.zero_grad()
+        loss = (parameter * x).sum()
+        loss.backward()
+        optimizer.step()
+        return plan([x + 1])[0]
 
-        for _ in range(3):
-            assert step(torch.ones(4)).tolist() == [2.0] * 4
-        assert np.allclose(parameter.detach().numpy(), -0.5)
-
-    run(1, check)
+    for _ in range(3):
+        assert step(torch.ones(4)).tolist() == [2.0] * 4
+    assert np.allclose(parameter.detach().numpy(), -0.5)
     _assert_only_the_test_was_compiled(compiled_files)
 
 
-def test_error_in_a_compiled_function_names_its_line(compiled_files: list[str]) -> None:
-    def check(comm: Communicator) -> None:
-        compiled = torch.compile(lambda x: comm.iallreduce(x + 1), backend="eager")
-        assert os.path.basename(__file__) in repr(compiled(torch.ones(3)))
-        wrong = torch.compile(lambda x: comm.allreduce(x + 1, "nope"), backend="eager")
-        with pytest.raises(ValueError, match="op must be one of"):
-            wrong(torch.ones(3))
-
-    run(1, check)
+@each_rank_of(1)
+def test_error_in_a_compiled_function_names_its_line(
+    comm: Communicator, compiled_files: list[str]
+) -> None:
+    compiled = torch.compile(lambda x: comm.iallreduce(x + 1), backend="eager")
+    assert os.path.basename(__file__) in repr(compiled(torch.ones(3)))
+    wrong = torch.compile(lambda x: comm.allreduce(x + 1, "nope"), backend="eager")
+    with pytest.raises(ValueError, match="op must be one of"):
+        wrong(torch.ones(3))
     _assert_only_the_test_was_compiled(compiled_files)
 
 

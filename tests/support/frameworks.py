@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
-import arraycomm as ac
 from arraycomm._dtypes import BY_NAME
 
 FRAMEWORKS = ("numpy", "torch", "jax", "array_api_strict", "mlx")
@@ -106,11 +104,3 @@ def pointer(x: Any) -> int:
     if kind == "mlx":
         x = np.asarray(memoryview(x if x.dtype.size != 2 else x.view(need("mlx").uint16)))
     return np.asarray(x).__array_interface__["data"][0]
-
-
-def converter(framework: str) -> Callable[[Any], Any]:
-    """Return what makes the framework's arrays of NumPy's, or skip the test if it is not installed."""
-    if framework == "numpy":
-        return lambda array: array
-    need(framework)
-    return lambda array: ac.exchange(array, framework, copy=True)
