@@ -233,11 +233,9 @@ def test_sizes_are_read_with_their_suffixes() -> None:
 @pytest.mark.parametrize(
     "words",
     [
-        ("--sizes", "x"),
         ("--dtypes", "bool"),
         ("--frameworks", "abacus"),
         ("--only", "nobody"),
-        ("--ranks", "0"),
         ("--device", "tpu"),
         ("speed",),
         ("--compare", "nowhere.json", "nowhere.json"),
@@ -304,34 +302,18 @@ def test_two_runs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str
 # Devices
 
 
-@pytest.fixture
-def with_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_devices_do_not_have_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_device.device, "missing", lambda: None)
-
-
-@pytest.mark.parametrize(
-    ("names", "mode", "text"),
-    [
-        (("numpy",), None, "the frameworks are cupy, torch; got numpy"),
-        ((), "trees", "on the host only"),
-    ],
-)
-def test_what_devices_do_not_have_is_refused(
-    with_a_device: None, names: tuple[str, ...], mode: str | None, text: str
-) -> None:
-    assert text in bench_device.refusal(names, mode)
     assert bench_device.refusal(("cupy",), "latency") == ""
-
-
-@pytest.mark.parametrize("has_cuda", [False, True])
-def test_a_torch_without_cuda_is_refused(
-    with_a_device: None, monkeypatch: pytest.MonkeyPatch, has_cuda: bool
-) -> None:
-    cuda = SimpleNamespace(is_available=lambda: has_cuda)
-    torch: Any = SimpleNamespace(__version__="2.13.0+cpu", cuda=cuda)
-    monkeypatch.setitem(sys.modules, "torch", torch)
-    said = bench_device.refusal(("torch",), None)
-    assert said == "" if has_cuda else "this PyTorch (2.13.0+cpu) has no CUDA" in said
+    said = bench_device.refusal(("numpy",), None)
+    assert "the frameworks are cupy, torch; got numpy" in said
+    assert "on the host only" in bench_device.refusal((), "trees")
+    for has_cuda in (False, True):
+        cuda = SimpleNamespace(is_available=lambda has=has_cuda: has)
+        torch: Any = SimpleNamespace(__version__="2.13.0+cpu", cuda=cuda)
+        monkeypatch.setitem(sys.modules, "torch", torch)
+        said = bench_device.refusal(("torch",), None)
+        assert said == "" if has_cuda else "this PyTorch (2.13.0+cpu) has no CUDA" in said
 
 
 def test_cupy_is_of_devices_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ import arraycomm as ac
 from arraycomm.adapters.numpy import SGD, Adam, Momentum
 from arraycomm.testing import run
 from tests.support import pairwise
-from tests.support.on_ranks import ALL_SIZES, LAUNCH, alone
+from tests.support.on_ranks import ALL_SIZES, LAUNCH, alone, each_rank_of
 
 torch: Any = pytest.importorskip("torch")
 jax: Any = pytest.importorskip("jax")
@@ -486,14 +486,6 @@ _table: dict[str, tuple[str, Callable[[Comm, bool], None]]] = {
 WAYS += [Way(f"numpy_{name}", train, says) for name, (says, train) in _table.items()]
 
 
-@way(r"params\[1\] is not .* at \[1\]")
-def numpy_parameter_changed(comm: Comm, wrong: bool) -> None:
-    def change(_: Any, now: Any) -> None:
-        now[1][1] += wrong * 1e-9
-
-    objects(comm, SGD(0.1), change=change)
-
-
 @way(r"params\[0\] is not .* at \[0, 0\]")
 def numpy_state_changed(comm: Comm, wrong: bool) -> None:
     def change(optimizer: Any, _: Any) -> None:
@@ -794,70 +786,59 @@ def test_no_correct_program_raises(program: tuple[Any, int, int, list[Event]]) -
 # What is mended --------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("known", ["names", "values"])
+@each_rank_of(SIZE)
 def test_another_order_of_parameters_is_that_of_rank_0_if_names_or_values_prove_it(
-    on_ranks,
+    comm: Comm, known: str
 ) -> None:
-    def train(comm: Comm, known: str) -> list[list[float]]:
-        model = net()
-        if known == "names":
-            # Of values that are the same.
-            for layer in model:
-                torch.nn.init.ones_(layer.bias)
-        named = dict(model.named_parameters())
-        weights = {name for name in named if name.endswith("weight")}
-        groups = [
-            {"params": [named[name] for name in names], "weight_decay": decay}
-            for names, decay in ((weights, 0.1), (set(named) - weights, 0.0))
-        ]
-        if comm.rank:
-            groups = [{**each, "params": each["params"][::-1]} for each in groups]
-        if known == "values":
-            named = {name: torch.nn.Parameter(p.detach()) for name, p in named.items()}
-            sizes = [len(each["params"]) for each in groups]
-            chosen = iter(list(named.values())[:: -1 if comm.rank else 1])
-            groups = [{"params": [next(chosen) for _ in range(size)]} for size in sizes]
-            groups = [{"params": groups[0]["params"] + groups[1]["params"]}]
-        optimizer = distributed(comm, torch.optim.SGD(groups, lr=0.01))
-        for step in range(3):
-            optimizer.zero_grad()
-            sum(
-                (p * (n + 1 + comm.rank + step)).sum() for n, p in enumerate(named.values())
-            ).backward()
-            optimizer.step()
-        return [p.detach().flatten().tolist() for p in named.values()]
-
-    for known in ("names", "values"):
-        trained = on_ranks(SIZE, train, known)
-        alone_ = trained[0]
-        assert all(each == alone_ for each in trained)
+    model = net()
+    if known == "names":
+        # Of values that are the same.
+        for layer in model:
+            torch.nn.init.ones_(layer.bias)
+    named = dict(model.named_parameters())
+    weights = {name for name in named if name.endswith("weight")}
+    groups = [
+        {"params": [named[name] for name in names], "weight_decay": decay}
+        for names, decay in ((weights, 0.1), (set(named) - weights, 0.0))
+    ]
+    if comm.rank:
+        groups = [{**each, "params": each["params"][::-1]} for each in groups]
+    if known == "values":
+        named = {name: torch.nn.Parameter(p.detach()) for name, p in named.items()}
+        sizes = [len(each["params"]) for each in groups]
+        chosen = iter(list(named.values())[:: -1 if comm.rank else 1])
+        groups = [{"params": [next(chosen) for _ in range(size)]} for size in sizes]
+        groups = [{"params": groups[0]["params"] + groups[1]["params"]}]
+    optimizer = distributed(comm, torch.optim.SGD(groups, lr=0.01))
+    for step in range(3):
+        optimizer.zero_grad()
+        sum((p * (n + 1 + comm.rank + step)).sum() for n, p in enumerate(named.values())).backward()
+        optimizer.step()
+    trained = [p.detach().flatten().tolist() for p in named.values()]
+    assert comm.allgather_object(trained) == [trained] * comm.size
 
 
-def test_ranks_without_data_take_steps_with_the_hyperparameters_of_the_others(on_ranks) -> None:
-    def train(comm: Comm) -> tuple[list[float], float, float]:
-        model = net()
-        plain = torch.optim.SGD(model.parameters(), lr=0.001)
-        optimizer = ac.DistributedOptimizer(plain, comm=comm)
-        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
-        scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2)
-        for _ in range(2):
-            with ac.join(comm) as joined:
-                for step in range(2 + 2 * comm.rank):
-                    optimizer.zero_grad()
-                    loss = model(torch.full((2, 4), 1.0 + step)).square().mean()
-                    scaler.scale(loss).backward()
-                    scaler.step(optimizer)
-                    scaler.update()
-                    schedule.step()
-            joined.synchronize(schedule)
-        return (
-            [x for p in model.parameters() for x in p.detach().flatten().tolist()],
-            schedule.get_last_lr()[0],
-            scaler.get_scale(),
-        )
-
-    size = SIZE
-    first, *rest = on_ranks(size, train)
-    assert all(each == first for each in rest)
-    steps_taken = 2 * 2 * size
-    assert first[1] == pytest.approx(0.001 * 0.8**steps_taken)
-    assert first[2] == 256.0 * 2 ** (steps_taken // 2)
+@each_rank_of(SIZE)
+def test_ranks_without_data_take_steps_with_the_hyperparameters_of_the_others(comm: Comm) -> None:
+    model = net()
+    plain = torch.optim.SGD(model.parameters(), lr=0.001)
+    optimizer = ac.DistributedOptimizer(plain, comm=comm)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2)
+    for _ in range(2):
+        with ac.join(comm) as joined:
+            for step in range(2 + 2 * comm.rank):
+                optimizer.zero_grad()
+                loss = model(torch.full((2, 4), 1.0 + step)).square().mean()
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+                schedule.step()
+        joined.synchronize(schedule)
+    trained = [p.detach().flatten().tolist() for p in model.parameters()]
+    steps_taken = 2 * 2 * comm.size
+    assert schedule.get_last_lr()[0] == pytest.approx(0.001 * 0.8**steps_taken)
+    assert scaler.get_scale() == 256.0 * 2 ** (steps_taken // 2)
+    found = (trained, schedule.get_last_lr()[0], scaler.get_scale())
+    assert comm.allgather_object(found) == [found] * comm.size
