@@ -471,36 +471,34 @@ def test_after_an_exception_in_backward_training_goes_on(
     )
 
 
-def test_large_gradients_are_reduced_where_they_are() -> None:
-    def train(comm: ac.Communicator) -> list[bytes]:
-        weights = [torch.nn.Parameter(torch.zeros(n)) for n in (200_000, 7, 130_000, 300_001)]
-        optimizer = torch.optim.SGD(weights, lr=1.0)
-        ac.DistributedOptimizer(optimizer, comm=comm, op="sum", bucket_bytes=1 << 20)
-        seen: list[Any] = []
-        parts: set[float] = set()
+@each_rank_of(3)
+def test_large_gradients_are_reduced_where_they_are(comm: ac.Communicator) -> None:
+    weights = [torch.nn.Parameter(torch.zeros(n)) for n in (200_000, 7, 130_000, 300_001)]
+    optimizer = torch.optim.SGD(weights, lr=1.0)
+    ac.DistributedOptimizer(optimizer, comm=comm, op="sum", bucket_bytes=1 << 20)
+    seen: list[Any] = []
+    parts: set[float] = set()
 
-        def look(weight: Any) -> None:
-            seen.append(weight.grad)
-            parts.update(weight.grad.unique().tolist())
+    def look(weight: Any) -> None:
+        seen.append(weight.grad)
+        parts.update(weight.grad.unique().tolist())
 
-        for weight in weights:
-            weight.register_post_accumulate_grad_hook(look)
-        for step in range(2):
-            sum((w * (comm.rank + 1 + step)).sum() for w in weights).backward()
-            for grad in seen:
-                assert grad.unique().tolist() == [6 + 3 * step]
-                # Autograd is told that it has changed.
-                assert grad._version > 0
-            assert {id(weight.grad) for weight in weights} == set(map(id, seen))
-            assert parts == {comm.rank + 1 + step}
-            seen.clear()
-            parts.clear()
-            optimizer.step()
-            optimizer.zero_grad()
-        return [w.detach().numpy().tobytes() for w in weights]
-
-    one, *others = run(3, train)
-    assert all(other == one for other in others)
+    for weight in weights:
+        weight.register_post_accumulate_grad_hook(look)
+    for step in range(2):
+        sum((w * (comm.rank + 1 + step)).sum() for w in weights).backward()
+        for grad in seen:
+            assert grad.unique().tolist() == [6 + 3 * step]
+            # Autograd is told that it has changed.
+            assert grad._version > 0
+        assert {id(weight.grad) for weight in weights} == set(map(id, seen))
+        assert parts == {comm.rank + 1 + step}
+        seen.clear()
+        parts.clear()
+        optimizer.step()
+        optimizer.zero_grad()
+    trained = [w.detach().numpy().tobytes() for w in weights]
+    assert comm.allgather_object(trained) == [trained] * comm.size
 
 
 @each_rank_of(2)
@@ -513,45 +511,26 @@ def test_a_dropped_optimizer_reduces_no_more(comm: ac.Communicator) -> None:
         assert weight.grad.tolist() == [3.0, 3.0]
 
 
-def test_parameters_of_several_dtypes_are_reduced_together() -> None:
-    def train(comm: ac.Communicator) -> list[Any]:
-        dtypes = (torch.float32, torch.bfloat16, torch.float64, torch.complex64)
-        weights = [torch.nn.Parameter(torch.ones(3, dtype=dtype)) for dtype in dtypes]
-        optimizer = ac.DistributedOptimizer(torch.optim.SGD(weights, lr=1.0), comm=comm)
-        sum((weight * (comm.rank + 1)).sum().abs() for weight in weights).backward()
-        optimizer.step()
-        return [(weight.dtype, weight[0].item()) for weight in weights]
-
-    for weights in run(3, train):
-        assert [value for _, value in weights] == [-1.0] * 4
+@each_rank_of(3)
+def test_parameters_of_several_dtypes_are_reduced_together(comm: ac.Communicator) -> None:
+    dtypes = (torch.float32, torch.bfloat16, torch.float64, torch.complex64)
+    weights = [torch.nn.Parameter(torch.ones(3, dtype=dtype)) for dtype in dtypes]
+    optimizer = ac.DistributedOptimizer(torch.optim.SGD(weights, lr=1.0), comm=comm)
+    sum((weight * (comm.rank + 1)).sum().abs() for weight in weights).backward()
+    optimizer.step()
+    assert [weight[0].item() for weight in weights] == [-1.0] * 4
 
 
 # Errors
 
 
-def raises_on_all(size: int, train: Callable[[ac.Communicator], None], match: str) -> None:
-    def check(comm: ac.Communicator) -> None:
-        with pytest.raises(ac.MismatchError, match=match):
-            train(comm)
-
-    run(size, check)
-
-
-def skipping_a_step(comm: ac.Communicator) -> None:
-    weight, optimizer = weight_and_optimizer(comm)
+def skipping(comm: ac.Communicator, *skipped: int, **options: Any) -> None:
+    """Leave out a step on one rank."""
+    weight, optimizer = weight_and_optimizer(comm, **options)
     for step in range(4):
         optimizer.zero_grad()
         weight.sum().backward()
-        if (comm.rank, step) != (1, 2):
-            optimizer.step()
-
-
-def skipping_an_accumulated_step(comm: ac.Communicator) -> None:
-    weight, optimizer = weight_and_optimizer(comm, accumulate=2)
-    for step in range(4):
-        optimizer.zero_grad()
-        weight.sum().backward()
-        if comm.rank or step:
+        if (comm.rank, step) != skipped:
             optimizer.step()
 
 
@@ -579,13 +558,13 @@ def different_numbers_of_evaluations(comm: ac.Communicator) -> None:
     [
         (
             3,
-            skipping_a_step,
+            lambda comm: skipping(comm, 1, 2),
             (
                 r"ranks 0, 2: step 3, in step\(\) after 1 backward\(\), at test_torch_training.py:\d+; "
                 r"rank 1: step 4 \(after a skipped step\), in its backward\(\) 1, at test_torch_train"
             ),
         ),
-        (2, skipping_an_accumulated_step, r"rank 0: step 3.*rank 1: step 2"),
+        (2, lambda comm: skipping(comm, 0, 0, accumulate=2), r"rank 0: step 3.*rank 1: step 2"),
         (
             2,
             different_numbers_of_backward_passes,
@@ -598,22 +577,28 @@ def different_numbers_of_evaluations(comm: ac.Communicator) -> None:
         ),
     ],
 )
-def test_ranks_in_different_steps_raise_on_all(size: int, train: Any, match: str) -> None:
-    raises_on_all(size, train, match)
+@each_rank_of("size")
+def test_ranks_in_different_steps_raise_on_all(
+    comm: ac.Communicator, train: Any, match: str
+) -> None:
+    with pytest.raises(ac.MismatchError, match=match):
+        train(comm)
 
 
 @pytest.mark.parametrize("how", ["other", "added to", "in place"])
-def test_gradients_that_are_changed_must_be_the_same_on_all_ranks(how: str) -> None:
-    def train(comm: ac.Communicator) -> None:
-        weight, optimizer = weight_and_optimizer(comm)
+@each_rank_of(2)
+def test_gradients_that_are_changed_must_be_the_same_on_all_ranks(
+    comm: ac.Communicator, how: str
+) -> None:
+    weight, optimizer = weight_and_optimizer(comm)
+    weight.sum().backward()
+    if comm.rank:
+        weight.grad = weight.grad.mul_(2) if how == "in place" else weight.grad * 2
+    said = r"parameter 0, of shape \(2,\), on rank 1 is not that on rank 0"
+    if how == "added to":
         weight.sum().backward()
-        if comm.rank:
-            weight.grad = weight.grad.mul_(2) if how == "in place" else weight.grad * 2
-        if how == "added to":
-            weight.sum().backward()
+    with pytest.raises(ac.MismatchError, match=said):
         optimizer.step()
-
-    raises_on_all(2, train, r"parameter 0, of shape \(2,\), on rank 1 is not that on rank 0")
 
 
 def test_gradients_that_cannot_be_reduced_are_refused_by_name(

@@ -10,6 +10,7 @@ from typing import Final
 
 import pytest
 
+from tests.session.launching import HEAD
 from tests.support import hosts
 from tests.support.hosts import Hosts
 from tests.support.launched import ROOT
@@ -43,11 +44,6 @@ _TESTS: Final = [
 # Reduces until the network is gone, and writes down its error.
 _CUT: Final = """
 import pathlib
-import sys
-
-import numpy as np
-import arraycomm as ac
-
 comm = ac.init(timeout=4)
 comm.barrier()
 sys.stdout.write("begun\\n")
@@ -61,11 +57,6 @@ except ac.CommTimeoutError as error:
 """
 # Reduces until a rank is gone. Small and large arrays go by different messages.
 _ENDLESS: Final = """
-import sys
-
-import numpy as np
-import arraycomm as ac
-
 comm = ac.init()
 comm.barrier()
 sys.stdout.write("begun\\n")
@@ -73,15 +64,8 @@ while True:
     comm.allreduce(1.0)
     comm.allreduce(np.ones(1_000_000))
 """
-
-
 # One rank ends its program while the other one is in a call, which catches the error and ends well.
 _LEAVES: Final = """
-import sys
-
-import numpy as np
-import arraycomm as ac
-
 comm = ac.init()
 try:
     for _ in range(3 - comm.rank):
@@ -89,15 +73,10 @@ try:
 except ac.PeerError as error:
     sys.stdout.write(f"{type(error).__name__}: {error}\\n")
 """
-
-
 # The last rank sends an array of this many bytes to all, and each rank so many.
 _SENT: Final = 32 << 20
 _EACH: Final = 1 << 20
 _BROADCAST: Final = f"""
-import numpy as np
-import arraycomm as ac
-
 # Neighbours are on different hosts, so that a message to the next rank goes by the network.
 world = ac.init()
 comm = world.split(0, key=world.local_rank)
@@ -107,8 +86,6 @@ assert (comm.bcast(x if comm.rank == root else None, root) == x).all()
 rows = comm.allgather(np.full({_EACH}, comm.rank, np.uint8))
 assert (rows == np.arange(comm.size)[:, None]).all()
 """
-
-
 # Laws of each kind of movement, and of ranks that disagree, fail or leave.
 _SOME: Final = "TestSharedMemory and (disagree or order or is_an_error)"
 _LAWS: Final = (
@@ -147,7 +124,7 @@ def test_each_host_gets_one_copy_of_what_all_ranks_get(tmp_path: Path) -> None:
     count, each = 5, 2
     with hosts.hosts(count, tmp_path) as made:
         before = [made.received(number) for number in range(count)]
-        job = made.start(each, "-c", _BROADCAST, PYTHONPATH=str(ROOT))
+        job = made.start(each, "-c", HEAD + _BROADCAST, PYTHONPATH=str(ROOT))
         out = _output(made, job)
         assert job.returncode == 0, out
         *others, own = (made.received(number) - b for number, b in enumerate(before))
@@ -160,7 +137,7 @@ def test_each_host_gets_one_copy_of_what_all_ranks_get(tmp_path: Path) -> None:
 
 @pytest.mark.each_mpi
 def test_nothing_goes_on_when_a_host_dies(two: Hosts) -> None:
-    job = two.start(2, "-u", "-c", _ENDLESS, PYTHONPATH=str(ROOT))
+    job = two.start(2, "-u", "-c", HEAD + _ENDLESS, PYTHONPATH=str(ROOT))
     _wait_for(4, job)
     killed = time.monotonic()
     two.kill(1)
@@ -174,14 +151,14 @@ def test_nothing_goes_on_when_a_host_dies(two: Hosts) -> None:
 @pytest.mark.each_mpi
 def test_nobody_waits_for_a_rank_that_left_during_a_call(two: Hosts) -> None:
     started = time.monotonic()
-    out = _output(two, two.start(1, "-u", "-c", _LEAVES, PYTHONPATH=str(ROOT)))
+    out = _output(two, two.start(1, "-u", "-c", HEAD + _LEAVES, PYTHONPATH=str(ROOT)))
     assert "PeerError: rank 1 has reached the end of its program" in out
     assert time.monotonic() - started < _AT_LAST
     assert _ended(two)
 
 
 def test_ranks_of_a_host_that_is_cut_off_time_out_as_all_others_do(two, tmp_path) -> None:
-    job = two.start(1, "-u", "-c", _CUT, str(tmp_path), PYTHONPATH=str(ROOT))
+    job = two.start(1, "-u", "-c", HEAD + _CUT, str(tmp_path), PYTHONPATH=str(ROOT))
     _wait_for(2, job)
     two.connect(1, connected=False)
     try:
