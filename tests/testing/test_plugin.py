@@ -577,6 +577,7 @@ def test_signal_ends_the_ranks_and_loses_no_failure(number, tmp_path) -> None:
         job.send_signal(number)
         status = job.wait(100)
     assert status == (2 if number == signal.SIGINT else 128 + signal.SIGTERM)
+    assert number != signal.SIGINT or "\nFAILED " in (tmp_path / "out").read_text()
     while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)

@@ -157,7 +157,6 @@ class InStep:
         self._limit: Any = None
         self._test: _Test | None = None
         self._errors: dict[str, Any] = {}
-        self._collected = False
         self._warned = Warned(config)
         config.pluginmanager.register(self._warned, "arraycomm-warnings")
         # What has ended the run on this rank before its time.
@@ -175,10 +174,7 @@ class InStep:
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionstart(self) -> None:
         """Begin to watch the ranks."""
-        try:
-            self._progress = Progress(self._job)
-        except RunEndedError as error:
-            pytest.exit(f"the run ends: {error}", error.status)
+        self._progress = Progress(self._job, self._exchange)
         self._limit = Limit(self._progress.tell_stuck, self._progress.is_stuck)
 
     # Collection
@@ -197,15 +193,12 @@ class InStep:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_collection(self) -> Phase:
-        """Tell the other ranks if this one ends its run while it collects."""
+        """Let rank 0 alone say what is wrong with the arguments."""
         try:
             return (yield)
-        except BaseException as error:
-            if not (self._collected or self._job.over):
-                self._exchange("collection", Collected(b"", {}, None, end=str(error)))
-            if self._job.rank and isinstance(error, pytest.UsageError):
-                # pytest would write it on each rank, and not by its terminal.
-                pytest.exit(str(error), int(pytest.ExitCode.USAGE_ERROR))
+        except pytest.UsageError as error:
+            if self._job.rank:
+                pytest.exit(str(error), int(_USAGE))
             raise
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -217,8 +210,6 @@ class InStep:
         chosen = [names[id(item)] for item in items if id(item) in names]
         collected = Collected(digest_of(list(before)), self._errors, chosen)
         replies: list[Collected] = self._exchange("collection", collected)
-        self._collected = True
-        self._end_if_one_ends(replies)
         common = set(before)
         if self._report_errors(replies) or len({reply.digest for reply in replies}) > 1:
             before = without_rank(before, self.rank)
@@ -226,19 +217,12 @@ class InStep:
             if not self._errors and len({*map(frozenset, everyones)}) > 1:
                 self._refuse(difference(everyones))
             common = set.intersection(*map(set, everyones))
-        assert replies[0].chosen is not None
         items[:] = [before[name] for name in replies[0].chosen if name in common]
         if self._progress is not None:
             junit = getattr(self._config.option, "xmlpath", None)
             self._progress.plan(
                 [item.nodeid for item in items], os.path.abspath(junit) if junit else ""
             )
-
-    def _end_if_one_ends(self, replies: list[Collected]) -> None:
-        for rank, reply in enumerate(replies):
-            if reply.end:
-                self._job.over = True
-                pytest.exit(f"rank {rank} could not collect the tests: {reply.end}", 2)
 
     def _report_errors(self, replies: list[Collected]) -> bool:
         """Report what other ranks could not collect; return whether there is anything."""

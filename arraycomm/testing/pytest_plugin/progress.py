@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -31,13 +32,13 @@ _LAST: Final = 20.0
 class Progress:
     """This rank's notes of what it does, and those of the others."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, exchange: Callable[[str, str], list[str]]) -> None:
         self._job = job
         self._reporter: subprocess.Popen[bytes] | None = None
         # The terminal itself, also while pytest captures what a test writes.
         self._terminal = os.dup(2)
         made = tempfile.mkdtemp(prefix="arraycomm-pytest-") if job.rank == 0 else ""
-        self._directory = Path(job.exchange("the start", made)[0])
+        self._directory = Path(exchange("the start", made)[0])
         self._notes = self._reports = -1
         if job.rank in job.near:
             self._notes = os.open(self._directory / "notes", os.O_CREAT | os.O_RDWR)

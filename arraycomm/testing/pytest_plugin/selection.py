@@ -26,9 +26,7 @@ class Collected:
     # Reports of what could not be collected, as pytest serializes them, by id.
     errors: dict[str, Any]
     # The ids of the tests to run; only rank 0's count.
-    chosen: list[str] | None
-    # Why the rank ends its run, if it does.
-    end: str = ""
+    chosen: list[str]
 
 
 def names_of(items: Sequence[pytest.Item]) -> list[str]:
