@@ -563,11 +563,15 @@ def test_waits(comm):
 def test_signal_ends_the_ranks_and_loses_no_failure(number, tmp_path) -> None:
     file = tmp_path / "test_waiting.py"
     file.write_text(WAITING, encoding="utf-8")
-    command = [sys.executable, "-m", "pytest", *PLAIN, "-p", "no:cacheprovider", "--mpiexec=2"]
+    command = [sys.executable, "-m", "pytest", *PLAIN, "-p", "no:cacheprovider", "--color=no"]
     with (
         (tmp_path / "out").open("w") as out,
         subprocess.Popen(
-            [*command, str(file)], cwd=ROOT, env=os.environ | SETTINGS, stdout=out, stderr=out
+            [*command, "--mpiexec=2", str(file)],
+            cwd=ROOT,
+            env=os.environ | SETTINGS,
+            stdout=out,
+            stderr=out,
         ) as job,
     ):
         deadline = time.monotonic() + 100
