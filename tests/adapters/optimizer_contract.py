@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 import arraycomm as ac
 from arraycomm._trees.buffers import BufferPool
 from tests.adapters.gradients import STEPS, gradients, reduced, zeros
-from tests.support.on_ranks import LAUNCH
+from tests.support.on_ranks import LAUNCH, each_rank_of
 
 Array = NDArray[Any]
 Tree = dict[str, Any]
@@ -382,25 +382,23 @@ class OptimizerContract:
             self._assert_trained(results, results, [one.parameters()])
 
     @pytest.mark.parametrize("kind", KINDS)
+    @each_rank_of("several")
     def test_a_run_that_rank_0_alone_has_saved_goes_on_with_the_same_bits(
-        self, on_ranks, several: int, kind: str
+        self, comm: ac.Communicator, kind: str
     ) -> None:
-        def check(comm: ac.Communicator) -> None:
-            def train(driver: Driver, steps: range) -> None:
-                for step in steps:
-                    driver.learn(batch(comm.rank, step), 1 / SAMPLES)
+        def train(driver: Driver, steps: range) -> None:
+            for step in steps:
+                driver.learn(batch(comm.rank, step), 1 / SAMPLES)
 
-            mine = self._start(Program(kind), comm)
-            train(mine, range(2))
-            saved = mine.state() if comm.rank == 0 else None
-            resumed = self.driver(initial_parameters(comm.rank + 1), kind)
-            resumed.distribute(comm, OPTIONS)
-            resumed.resume(saved, comm)
-            train(resumed, range(2, 4))
-            train(mine, range(2, 4))
-            assert bits(resumed.parameters()) == bits(mine.parameters())
-
-        on_ranks(several, check)
+        mine = self._start(Program(kind), comm)
+        train(mine, range(2))
+        saved = mine.state() if comm.rank == 0 else None
+        resumed = self.driver(initial_parameters(comm.rank + 1), kind)
+        resumed.distribute(comm, OPTIONS)
+        resumed.resume(saved, comm)
+        train(resumed, range(2, 4))
+        train(mine, range(2, 4))
+        assert bits(resumed.parameters()) == bits(mine.parameters())
 
     # Sharded
 
@@ -425,17 +423,15 @@ class OptimizerContract:
 
     # What is refused
 
-    def test_wrapping_twice_and_other_reductions_are_refused(self, on_ranks, several: int) -> None:
-        def check(comm: ac.Communicator) -> None:
-            mine = self.driver(zeros(), "sgd")
-            for op in ("max", "prod", "average", None):
-                with pytest.raises(ValueError, match="DistributedOptimizer: op must be"):
-                    mine.distribute(comm, {"op": op})
+    @each_rank_of("several")
+    def test_wrapping_twice_and_other_reductions_are_refused(self, comm: ac.Communicator) -> None:
+        mine = self.driver(zeros(), "sgd")
+        for op in ("max", "prod", "average", None):
+            with pytest.raises(ValueError, match="DistributedOptimizer: op must be"):
+                mine.distribute(comm, {"op": op})
+        mine.distribute(comm, OPTIONS)
+        with pytest.raises(ValueError, match="distributed already"):
             mine.distribute(comm, OPTIONS)
-            with pytest.raises(ValueError, match="distributed already"):
-                mine.distribute(comm, OPTIONS)
-
-        on_ranks(several, check)
 
 
 NEVER = {"never": np.zeros(3)}
