@@ -24,7 +24,7 @@ Check = Callable[[], None]
 
 
 def checks_in(names: dict[str, Any]) -> list[Check]:
-    """Return a program's functions that take and return nothing, in the order in which they stand."""
+    """Return a program's functions that take and return nothing, as they stand."""
     own = [value for value in names.values() if isinstance(value, FunctionType)]
     own = [check for check in own if check.__module__ == names["__name__"]]
     nothing = {"return": "None"}
