@@ -80,20 +80,6 @@ class Baton:
     Each rank's thread calls `enter` before its program and `leave` after it, however it ended. No
     rank runs its program before all have entered.
 
-    Attributes
-    ----------
-    schedule : Schedule
-        Chooses the next holder.
-    trace : deque of (int, str)
-        The last switch points, in the order in which ranks continued from them: rank and point.
-    faults : list of (int, str)
-        Where faults were injected: rank and point.
-    exact : bool
-        Whether no rank has run without the baton so far. If one stayed away for too long, the same
-        schedule may lead to another interleaving.
-
-    Notes
-    -----
     Only `_holder` says which rank may run, and it changes under the lock only. A gate is a hint to
     look at it. So an asynchronous exception costs at most time, wherever it arrives. A rank that it
     reaches while it waits for its turn continues without the baton.
@@ -101,8 +87,10 @@ class Baton:
 
     def __init__(self, size: int, schedule: Schedule) -> None:
         self.schedule = schedule
+        # Rank and name of the last switch points from which ranks continued, and of all faults.
         self.trace: deque[tuple[int, str]] = deque(maxlen=_KEPT)
         self.faults: list[tuple[int, str]] = []
+        # Whether no rank has run without the baton, which may lead to another interleaving.
         self.exact = True
         # Counts events that may let a waiting rank continue.
         self.changes = 0
@@ -145,7 +133,7 @@ class Baton:
         """Let the schedule choose the next rank; return when it is this rank's turn again."""
         # What this rank did before this point, and what it does after it, may concern others.
         self.changes += 1
-        self._take_turns(rank, point, _NEVER)
+        self.poll(rank, point, _NEVER)
         self.changes += 1
 
     def poll(self, rank: int, point: str, in_vain: int) -> None:
@@ -154,15 +142,6 @@ class Baton:
         It was not finished at `in_vain` changes, so polling again is useless until there is another
         change.
         """
-        self._take_turns(rank, point, in_vain)
-
-    def fail_by_chance(self, rank: int, point: str) -> None:
-        """Raise a fault if the schedule has one here."""
-        if self._failing[rank].random() < self.schedule.faults:
-            self.faults.append((rank, point))
-            raise TransportError(f"injected fault: {point} on rank {rank}, {self.schedule}")
-
-    def _take_turns(self, rank: int, point: str, in_vain: int) -> None:
         if self._threads.get(rank) != threading.get_ident():
             # This is not the rank's own thread, or its program has ended.
             return
@@ -178,6 +157,12 @@ class Baton:
             self.leave(rank)
             raise
         self.trace.append((rank, point))
+
+    def fail_by_chance(self, rank: int, point: str) -> None:
+        """Raise a fault if the schedule has one here."""
+        if self._failing[rank].random() < self.schedule.faults:
+            self.faults.append((rank, point))
+            raise TransportError(f"injected fault: {point} on rank {rank}, {self.schedule}")
 
     def _wait(self, rank: int) -> None:
         while self._holder != rank and rank in self._threads:

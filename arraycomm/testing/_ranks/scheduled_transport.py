@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final, cast
 
-from arraycomm._transports.base import Blocks, Bytes, Handle, Transport
+from arraycomm._transports.base import Handle, Transport
 from arraycomm._transports.control import ControlChannel
 from arraycomm._transports.notes import Notes
 from arraycomm.testing._ranks.schedule import Baton, Schedule
@@ -19,19 +19,8 @@ def scheduled(
 ) -> tuple[list[Transport], Baton]:
     """Return transports over `links` whose ranks run in the order of a schedule, and their baton.
 
-    Parameters
-    ----------
-    links : sequence of Transport
-        The transports of one group of threads, in rank order.
-    schedule : Schedule or int
-        The schedule, or its seed.
-
-    Returns
-    -------
-    list of Transport
-        One for each rank. Transports that are split from them share the baton.
-    Baton
-        Each rank's thread has to `enter` and `leave` it.
+    `links` are those of one group of threads. Each rank's thread has to `enter` and `leave` the
+    baton, which transports that are split from these share.
     """
     if not isinstance(schedule, Schedule):
         schedule = Schedule(schedule)
@@ -117,6 +106,22 @@ class _ScheduledNotes:
             self._control.notes.announce_exit(state, completed, text)
 
 
+def _movement(name: str) -> Any:
+    """Return the method that starts a movement at a switch point, where it may fail."""
+
+    def start(self: _ScheduledLink, *args: Any) -> Handle:
+        self._baton.switch(self._player, name)
+        self._baton.fail_by_chance(self._player, name)
+        return _ScheduledHandle(getattr(self._link, name)(*args), self._baton, self._player, name)
+
+    return start
+
+
+def _passed_on(name: str) -> Any:
+    """Return a method that calls the one of the transport that is wrapped."""
+    return lambda self, *args: getattr(self._link, name)(*args)
+
+
 class _ScheduledLink(Transport):
     """A transport with switch points; `player` is its rank in the outermost group."""
 
@@ -131,37 +136,26 @@ class _ScheduledLink(Transport):
         # For each probe, the count of changes at which it found nothing.
         self._in_vain: dict[tuple[int | None, range], int] = {}
 
-    def alltoall(self, send: Blocks, recv: Blocks) -> Handle:
-        return self._start("alltoall", lambda: self._link.alltoall(send, recv))
+    alltoall = _movement("alltoall")
+    allgather = _movement("allgather")
+    gather = _movement("gather")
+    scatter = _movement("scatter")
+    bcast = _movement("bcast")
+    send = _movement("send")
+    recv = _movement("recv")
 
-    def allgather(self, recv: Blocks) -> Handle:
-        return self._start("allgather", lambda: self._link.allgather(recv))
-
-    def gather(self, send: Bytes, recv: Blocks | None, root: int) -> Handle:
-        return self._start("gather", lambda: self._link.gather(send, recv, root))
-
-    def scatter(self, send: Blocks | None, recv: Bytes, root: int) -> Handle:
-        return self._start("scatter", lambda: self._link.scatter(send, recv, root))
-
-    def bcast(self, buffer: Bytes, root: int) -> Handle:
-        return self._start("bcast", lambda: self._link.bcast(buffer, root))
-
-    def send(self, buffer: Bytes, dest: int, tag: int) -> Handle:
-        return self._start("send", lambda: self._link.send(buffer, dest, tag))
-
-    def recv(self, buffer: Bytes, source: int, tag: int) -> Handle:
-        return self._start("recv", lambda: self._link.recv(buffer, source, tag))
+    nodes = _passed_on("nodes")
+    offer_memory = _passed_on("offer_memory")
+    open_memory = _passed_on("open_memory")
+    close_memory = _passed_on("close_memory")
+    progress = _passed_on("progress")
+    abort = _passed_on("abort")
 
     def probe(self, source: int | None, tags: range) -> tuple[int, int] | None:
         self._baton.poll(self._player, "probe polled", self._in_vain.get((source, tags), _NEVER))
         found = self._link.probe(source, tags)
         self._in_vain[source, tags] = self._baton.changes if found is None else _NEVER
         return found
-
-    def _start(self, movement: str, start: Callable[[], Handle]) -> Handle:
-        self._baton.switch(self._player, movement)
-        self._baton.fail_by_chance(self._player, movement)
-        return _ScheduledHandle(start(), self._baton, self._player, movement)
 
     def split(self, color: int | None, members: Sequence[int]) -> Transport | None:
         self._baton.switch(self._player, "split")
@@ -171,21 +165,3 @@ class _ScheduledLink(Transport):
     def free(self) -> None:
         self._baton.switch(self._player, "free")
         self._link.free()
-
-    def nodes(self) -> Sequence[int]:
-        return self._link.nodes()
-
-    def offer_memory(self, nbytes: int) -> str:
-        return self._link.offer_memory(nbytes)
-
-    def open_memory(self, name: str, nbytes: int) -> Bytes | None:
-        return self._link.open_memory(name, nbytes)
-
-    def close_memory(self, name: str) -> None:
-        self._link.close_memory(name)
-
-    def progress(self) -> None:
-        self._link.progress()
-
-    def abort(self, code: int) -> None:
-        self._link.abort(code)
