@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 import os
@@ -10,6 +9,7 @@ import threading
 import time
 import unittest
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, TypeVar
 
 import hypothesis
@@ -113,24 +113,17 @@ def given(
     return decorate
 
 
+@dataclass(eq=False, repr=False)
 class _Given:
     """One decorated test."""
 
-    def __init__(
-        self,
-        test: Callable[..., Any],
-        ranks: Ranks,
-        world: Any,
-        timeout: float,
-        strategies: dict[str, st.SearchStrategy[Any]],
-    ) -> None:
-        self.test = test
-        self.ranks = ranks
-        self.world = world
-        self.timeout = timeout
-        self.strategies = strategies
-        # The current run of each thread that runs the test.
-        self._current = threading.local()
+    test: Callable[..., Any]
+    ranks: Ranks
+    world: Any
+    timeout: float
+    strategies: dict[str, st.SearchStrategy[Any]]
+    # The current run of each thread that runs the test.
+    _current: threading.local = field(default_factory=threading.local)
 
     def wrapped(self) -> Callable[..., Any]:
         """Return the test as its runner calls it."""
@@ -231,7 +224,7 @@ class _Given:
         hypothesis_test.hypothesis_explicit_examples = tuple(
             example
             if example.args or "ranks" in example.kwargs
-            else dataclasses.replace(example, kwargs={"ranks": most, **example.kwargs})
+            else replace(example, kwargs={"ranks": most, **example.kwargs})
             for example in getattr(hypothesis_test, "hypothesis_explicit_examples", ())
         )
 
@@ -275,13 +268,13 @@ def _rank_counts(draw: st.DrawFn, test: _Given) -> int:
     return count
 
 
+@dataclass
 class _Run:
     """One run of a test, and its timeout, which its examples may shorten."""
 
-    def __init__(self, group: RankGroup, timeout: float) -> None:
-        self.group = group
-        self.timeout = timeout
-        self._slowest = 0.0
+    group: RankGroup
+    timeout: float
+    _slowest: float = 0.0
 
     def learn(self, error: BaseException | None, seconds: float) -> None:
         """Shorten the timeout after a first one, since shrinking may run into many of them."""

@@ -8,7 +8,6 @@ replayed in Hypothesis's own context.
 from __future__ import annotations
 
 import sys
-import unittest
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -29,6 +28,7 @@ from hypothesis.internal.escalation import current_pytest_item
 from hypothesis.reporting import current_reporter, with_reporter
 from hypothesis.strategies import DataObject, SearchStrategy
 
+from arraycomm.testing._failures import is_skip
 from arraycomm.testing._ranks.transfer import dump
 
 __all__ = ["DataObject", "deterministic_PRNG", "should_note"]
@@ -96,10 +96,7 @@ def _note_all(notes: Iterable[str]) -> None:
 
 def ends_example(error: BaseException) -> bool:
     """Return whether an error is not a failure: an unsatisfied assumption, or a skipped test."""
-    kinds: list[type[BaseException]] = [UnsatisfiedAssumption, unittest.SkipTest]
-    if (outcomes := sys.modules.get("_pytest.outcomes")) is not None:
-        kinds.append(outcomes.Skipped)
-    return isinstance(error, tuple(kinds))
+    return isinstance(error, UnsatisfiedAssumption) or is_skip(error)
 
 
 def uncaptured() -> Callable[[str], None]:
@@ -141,6 +138,5 @@ class Draws:
 
     @contextmanager
     def _in_context(self) -> Iterator[None]:
-
         with _current_build_context.with_value(self._context), with_reporter(self._reporter):
             yield

@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 import traceback
+from dataclasses import dataclass, field
 
 from arraycomm._errors import CommTimeoutError
 
@@ -19,16 +20,16 @@ class Interruption(BaseException):
     """Raised in a rank that is stuck in Python; not an Exception, so that no test catches it."""
 
 
+@dataclass(eq=False)
 class Interruptible:
     """A thread that may be interrupted until `end` is called."""
 
-    def __init__(self, rank: int, ident: int) -> None:
-        self.rank = rank
-        self.ident = ident
-        self.ended = False
-        self._ending = threading.Lock()
-        # The stack of the thread when it was first interrupted.
-        self.stack = ""
+    rank: int
+    ident: int
+    ended: bool = False
+    # The stack of the thread when it was first interrupted.
+    stack: str = ""
+    _ending: threading.Lock = field(default_factory=threading.Lock)
 
     def end(self) -> None:
         """Begin no more interruptions; one that has begun may still arrive."""

@@ -57,13 +57,6 @@ class Ended:
     left: Left = field(default_factory=Left)
 
 
-@dataclass
-class Verdict:
-    """What rank 0 sends to the others at the end of the test."""
-
-    error: bytes | None = None
-
-
 class Lockstep:
     """This process's part in tests that all ranks of a communicator run in step."""
 
@@ -105,32 +98,26 @@ class Lockstep:
         __tracebackhide__ = True
         self._control.bcast_object(example)
         part, ended = self._take_part(example, test, draw)
-        parts: list[Part] = []
-        for rank, other in enumerate(ended[: example.size]):
-            if rank == 0 and part is not None:
-                parts.append(part)
-                continue
+        assert part is not None, "rank 0 takes part in every example"
+        parts = [part]
+        for rank, other in enumerate(ended[1 : example.size], 1):
             error = None if other.error is None else unpack(other.error)
             parts.append(Part(rank, other.record, error, other.step))
         return parts
 
     def finish(self, error: BaseException | None) -> None:
         """End the test on all ranks, with the error that rank 0 ends it with."""
-        packed = None if error is None else pack(error)
-        self._control.bcast_object(Verdict(packed))
+        self._control.bcast_object(None if error is None else pack(error))
 
     # On the others
 
     def follow(self, test: Test) -> None:
         """Run the examples that rank 0 sends until the test ends; raise what rank 0 raises."""
         __tracebackhide__ = True
-        while True:
-            message = self._control.bcast_object()
-            if isinstance(message, Verdict):
-                break
+        while isinstance(message := self._control.bcast_object(), Example):
             self._take_part(message, test, None)
-        if message.error is not None:
-            error = unpack(message.error).with_traceback(None)
+        if message is not None:
+            error = unpack(message).with_traceback(None)
             error.__cause__ = error.__context__ = None
             vars(error)[FOUND_BY_RANK_0] = True
             error.__notes__ = ["found by rank 0, whose report shows the example"]

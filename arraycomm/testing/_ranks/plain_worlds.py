@@ -31,7 +31,8 @@ _groups: dict[int, PlainLockstep] = {}
 def plain_group(world: Any) -> PlainLockstep:
     """Return the ranks of an mpi4py communicator, or of the one that a function returns."""
     comm = world if hasattr(world, "Get_size") else world()
-    if id(comm) not in _groups or _groups[id(comm)].world is not comm:
+    # A group keeps its communicator, whose id therefore stays its own.
+    if id(comm) not in _groups:
         _groups[id(comm)] = PlainLockstep(comm)
     return _groups[id(comm)]
 

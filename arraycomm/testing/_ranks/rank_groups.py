@@ -6,6 +6,8 @@ import os
 import queue
 import sys
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import cache
 from typing import Any, Protocol
 
 from arraycomm import _launch, _session
@@ -76,24 +78,18 @@ def _from_another_thread(draw: Draw, events: Events) -> Draw:
     """Return a function that has the thread that serves `events` call `draw`."""
 
     def ask(strategy: Any, label: str | None) -> bytes:
-        reply: queue.SimpleQueue[tuple[bytes, Exception | None]] = queue.SimpleQueue()
+        reply: Future[bytes] = Future()
 
         def answer() -> None:
             try:
-                reply.put((draw(strategy, label), None))
+                reply.set_result(draw(strategy, label))
             except Exception as error:
-                reply.put((b"", error))
+                reply.set_exception(error)
 
         events.put(answer)
-        data, error = reply.get()
-        if error is not None:
-            raise error
-        return data
+        return reply.result()
 
     return ask
-
-
-_worlds: dict[int, Lockstep] = {}
 
 
 def group_of(args: tuple[Any, ...]) -> RankGroup:
@@ -114,9 +110,7 @@ def group_of(args: tuple[Any, ...]) -> RankGroup:
     return lockstep_over(world)
 
 
+@cache
 def lockstep_over(comm: Communicator) -> Lockstep:
     """Return the ranks of a communicator, which run tests in step; the same object at each call."""
-    key = id(comm)
-    if key not in _worlds or _worlds[key].comm is not comm:
-        _worlds[key] = Lockstep(comm)
-    return _worlds[key]
+    return Lockstep(comm)

@@ -51,15 +51,10 @@ def fault_of(left: Sequence[Left]) -> str:
 
 
 class RankLinks:
-    """The transports of the first ranks, by their number.
-
-    Parameters
-    ----------
-    control : Communicator
-        All ranks, on a communicator that tests do not see.
-    """
+    """The transports of the first ranks, by their number."""
 
     def __init__(self, control: Communicator) -> None:
+        # Of all ranks; tests do not see it.
         self._control = control
         self._kept: dict[int, Transport | None] = {}
 
