@@ -109,10 +109,11 @@ class ArrayCase:
         printer.text(repr(self))
 
 
-def check_among(name: str, table: dict[str, Any], kind: str) -> None:
-    """Raise `ValueError` unless the name is one of the table's."""
+def check_among(name: str, table: dict[str, Any], kind: str) -> str:
+    """Return the name; raise `ValueError` unless it is one of the table's."""
     if name not in table:
         raise ValueError(f"{kind} must be one of {', '.join(table)}; got {name!r}")
+    return name
 
 
 def _literal(value: Any) -> str:

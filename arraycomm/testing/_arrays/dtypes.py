@@ -36,8 +36,12 @@ def dtype_name(dtype: Any) -> str:
 
 
 def kind_letter(dtype: DType) -> str:
-    """Return NumPy's letter for the kind of elements; the floats of ml_dtypes are floats here."""
-    return "f" if dtype.kind == "V" and dtype in BY_DTYPE else dtype.kind
+    """Return NumPy's letter for the kind of elements, one for all integers and one for all dates.
+
+    The floats of ml_dtypes are floats here.
+    """
+    kind = "f" if dtype.kind == "V" and dtype in BY_DTYPE else dtype.kind
+    return {"u": "i", "M": "m"}.get(kind, kind)
 
 
 def part_of(dtype: DType) -> DType:

@@ -63,11 +63,9 @@ def _special_records(dtype: DType) -> tuple[Any, ...]:
 _SPECIALS: Final[dict[str, Callable[[DType], tuple[Any, ...]]]] = {
     "b": lambda _: (False, True),
     "i": _special_integers,
-    "u": _special_integers,
     "f": _special_floats,
     "c": _special_complex,
     "m": lambda _: _special_integers(_INT64),  # the least is NaT
-    "M": lambda _: _special_integers(_INT64),
     "S": lambda dtype: (b"", b"a", b"\xff" * dtype.itemsize),
     "U": lambda dtype: ("", "a", "\U0010ffff" * (dtype.itemsize // 4)),
     "V": _special_records,
@@ -144,11 +142,9 @@ def _random_text(dtype: DType, count: int, rng: np.random.Generator) -> Array:
 _RANDOM: Final[dict[str, Callable[[DType, int, np.random.Generator], Array]]] = {
     "b": lambda _, count, rng: rng.integers(0, 2, count).astype(bool),
     "i": _random_bits,
-    "u": _random_bits,
     "f": _random_floats,
     "c": lambda dtype, count, rng: _random_floats(part_of(dtype), 2 * count, rng).view(dtype),
     "m": _random_bits,
-    "M": _random_bits,
     "S": _random_bits,
     "U": _random_text,
     "V": _random_bits,

@@ -47,20 +47,7 @@ CASES: Final = [(dtype, op) for dtype in DTYPES for op in OPS[family(dtype)]]
 
 
 def expected(arrays: Sequence[Array], op: str) -> Array:
-    """Fold arrays of one shape and dtype, elementwise and in their order.
-
-    Parameters
-    ----------
-    arrays : sequence of ndarray, shape S
-        The arrays of all ranks, in rank order; they are not modified.
-    op : str
-        A reduction that the dtype has.
-
-    Returns
-    -------
-    ndarray, shape S
-        A new array of the same dtype.
-    """
+    """Fold arrays of one shape and dtype in their order; return a new array of that dtype."""
     dtype = arrays[0].dtype
     first, *others = (a.astype(np.float32) if dtype in NARROW else a for a in arrays)
     step = _STEPS[op]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Final, TypeVar, overload
 
 T_co = TypeVar("T_co", covariant=True)
@@ -30,9 +30,6 @@ class RankValues(Sequence[T_co]):
     def __getitem__(self, index: int | slice) -> T_co | tuple[T_co, ...]:
         return self.values[index]
 
-    def __iter__(self) -> Iterator[T_co]:
-        return iter(self.values)
-
     def __eq__(self, other: object) -> bool:
         return isinstance(other, RankValues) and self.values == other.values
 
@@ -56,13 +53,7 @@ def set_rank_count(count: int | None) -> None:
 
 
 def rank_count() -> int:
-    """Return how many ranks the example has that this thread is drawing.
-
-    Raises
-    ------
-    RuntimeError
-        No such example is being drawn.
-    """
+    """Return how many ranks the example has that this thread is drawing, or raise an error."""
     if _drawing.ranks is None:
         raise RuntimeError(
             "how many ranks there are is known only while arraycomm.testing.given draws an "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final, TypeAlias, TypeVar
 
 from hypothesis import reject
@@ -102,7 +103,8 @@ def arrays(
     >>> from arraycomm.testing.strategies import arrays
     >>> arrays("float64", (3, 4), layouts="negative", elements=[0, 1])  # doctest: +SKIP
     """
-    return _arrays(_choices(dtypes, shapes, layouts, frameworks, elements, readonly))
+    choices = _choices(dtypes, shapes, layouts, frameworks, elements, readonly)
+    return _cases(choices, per_rank=False).map(lambda drawn: drawn[0])
 
 
 def rank_arrays(
@@ -128,7 +130,8 @@ def rank_arrays(
     SearchStrategy of RankValues of ArrayCase
         In a test of `given`, each rank gets its own array.
     """
-    return _rank_arrays(_choices(dtypes, shapes, layouts, frameworks, elements, readonly))
+    choices = _choices(dtypes, shapes, layouts, frameworks, elements, readonly)
+    return _cases(choices, per_rank=True)
 
 
 @dataclass(frozen=True)
@@ -153,14 +156,10 @@ class _Choices:
             settled = replace(settled, layouts=(draw(self.layouts),), certain=False)
         return settled
 
-    def has(self, dtype: str) -> bool:
-        """Return whether there is any array of a dtype."""
-        return bool(self._fitting(dtype, ()))
-
     def case(self, draw: st.DrawFn, dtype: str, shape: Shape) -> ArrayCase:
         """Draw an array of this dtype and shape."""
         assert isinstance(self.layouts, tuple)
-        fitting = self._fitting(dtype, shape)
+        fitting = self.fitting(dtype, shape)
         framework = _one_of(draw, list(fitting))
         # Among all layouts, whose indices do not change while Hypothesis simplifies an example.
         layout = _one_of(draw, self.layouts)
@@ -171,7 +170,7 @@ class _Choices:
         first, seed = self._content(draw, dtype, math.prod(free))
         return ArrayCase(dtype, shape, layout, framework, readonly, first, seed)
 
-    def _fitting(self, dtype: str, shape: Shape) -> dict[str, list[str]]:
+    def fitting(self, dtype: str, shape: Shape = ()) -> dict[str, list[str]]:
         """Return the layouts to choose from, by framework, without frameworks that have none."""
         assert isinstance(self.frameworks, tuple)
         found = {name: self._layouts(name, dtype, shape) for name in self.frameworks}
@@ -211,7 +210,7 @@ def _draw_dtype(draw: st.DrawFn, settled: Sequence[_Choices]) -> str:
     given = settled[0].dtypes
 
     def fits(dtype: str) -> bool:
-        return all(choices.has(dtype) for choices in settled)
+        return all(choices.fitting(dtype) for choices in settled)
 
     if not isinstance(given, tuple):
         return draw(given.filter(fits))
@@ -229,8 +228,12 @@ def _choices(
     return _Choices(
         NAMES if dtypes is None else _given(dtypes, dtype_name),
         _given_shapes(shapes),
-        tuple(LAYOUTS) if layouts is None else _given(layouts, _known_layout),
-        installed_frameworks() if frameworks is None else _given(frameworks, _known_framework),
+        tuple(LAYOUTS)
+        if layouts is None
+        else _given(layouts, partial(check_among, table=LAYOUTS, kind="layout")),
+        installed_frameworks()
+        if frameworks is None
+        else _given(frameworks, partial(check_among, table=FRAMEWORKS, kind="framework")),
         None if elements is None else _as_strategy(_given(elements, lambda element: element)),
         readonly,
     )
@@ -260,27 +263,9 @@ def _given_shapes(argument: Any) -> Strategy[Shape]:
     )
 
 
-def _known_layout(name: str) -> str:
-    check_among(name, LAYOUTS, "layout")
-    return name
-
-
-def _known_framework(name: str) -> str:
-    check_among(name, FRAMEWORKS, "framework")
-    return name
-
-
 @st.composite
-def _arrays(draw: st.DrawFn, choices: _Choices) -> ArrayCase:
-    return _cases(draw, choices, 1)[0]
-
-
-@st.composite
-def _rank_arrays(draw: st.DrawFn, choices: _Choices) -> RankValues[ArrayCase]:
-    return RankValues(*_cases(draw, choices, rank_count()))
-
-
-def _cases(draw: st.DrawFn, choices: _Choices, count: int) -> list[ArrayCase]:
-    settled = [choices.settled(draw) for _ in range(count)]
+def _cases(draw: st.DrawFn, choices: _Choices, *, per_rank: bool) -> RankValues[ArrayCase]:
+    """Draw one array for each rank, or a single one."""
+    settled = [choices.settled(draw) for _ in range(rank_count() if per_rank else 1)]
     dtype, shape = _draw_dtype(draw, settled), draw(choices.shapes)
-    return [own.case(draw, dtype, shape) for own in settled]
+    return RankValues(*(own.case(draw, dtype, shape) for own in settled))

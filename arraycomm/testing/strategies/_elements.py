@@ -108,16 +108,12 @@ def _records(dtype: DType) -> Strategy[Any]:
     return st.tuples(*map(_elements, field_dtypes(dtype)))
 
 
-_DATES: Final = st.integers(-(2**63), 2**63 - 1)
-
 _ELEMENTS: Final[dict[str, Callable[[DType], Strategy[Any]]]] = {
     "b": lambda _: st.booleans(),
     "i": _integers,
-    "u": _integers,
     "f": _floats,
     "c": _complex,
-    "m": lambda _: _DATES,
-    "M": lambda _: _DATES,
+    "m": lambda _: st.integers(-(2**63), 2**63 - 1),
     "S": lambda dtype: st.binary(max_size=dtype.itemsize),
     "U": lambda dtype: st.text(max_size=dtype.itemsize // 4),
     "V": _records,
