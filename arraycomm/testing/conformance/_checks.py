@@ -30,9 +30,7 @@ def check_like(got: Any, like: Any) -> Array:
 
 def check_elements(found: Array, want: Array, op: str = "") -> None:
     """Fail unless elements are the same bits, as far as the reduction determines bits."""
-    assert (found.dtype, found.shape) == (want.dtype, want.shape), (
-        f"got {found.dtype} {found.shape}, not {want.dtype} {want.shape}"
-    )
+    _check_shape(found, want)
     if not same_result(found, want, op):
         order_counts = op in _ROUNDED and found.dtype in (*NARROW, *FLOAT, *COMPLEX)
         kind = OtherBitsError if order_counts else AssertionError
@@ -48,11 +46,15 @@ _ROUNDED: Final = ("sum", "mean", "prod")
 
 def check_copy(found: Array, want: Array) -> None:
     """Fail unless elements are the same in every bit, as moved data must be."""
+    _check_shape(found, want)
+    if found.tobytes() != want.tobytes():
+        raise AssertionError(f"got {found!r}, not {want!r}{_first_difference(found, want)}")
+
+
+def _check_shape(found: Array, want: Array) -> None:
     assert (found.dtype, found.shape) == (want.dtype, want.shape), (
         f"got {found.dtype} {found.shape}, not {want.dtype} {want.shape}"
     )
-    if found.tobytes() != want.tobytes():
-        raise AssertionError(f"got {found!r}, not {want!r}{_first_difference(found, want)}")
 
 
 def _first_difference(found: Array, want: Array, op: str = "") -> str:
@@ -81,6 +83,14 @@ _PLAIN: Final = (type(None), bool, int, float, complex, str, bytes, enum.Enum, n
 def is_array(leaf: Any) -> bool:
     """Return whether a leaf of a drawn tree is an array."""
     return not isinstance(leaf, _PLAIN)
+
+
+def check_leaf_of_fold(got: Any, like: Any, want: Any, op: str) -> None:
+    """Fail unless a leaf is what a reduction returns for it: an array, and None for None."""
+    if like is None:
+        assert got is None, f"got {got!r}, not None"
+    else:
+        check_elements(check_like(got, like), elements_of(want), op)
 
 
 def native(array: Array) -> Array:
@@ -117,20 +127,18 @@ def check_fold(comm: Communicator, reduction: Reduction, members: Sequence[int])
 def leaves_of(*trees: Any) -> Iterator[tuple[Any, ...]]:
     """Yield the corresponding leaves of trees of one structure; fail if structures differ."""
     first = trees[0]
-    if isinstance(first, Layer):
-        _check_same(type, trees)
-        children = [(tree.weight, tree.bias) for tree in trees]
-    elif isinstance(first, dict):
-        _check_same(type, trees)
-        _check_same(list if type(first) is not dict else set, trees)
-        children = [tuple(tree[key] for key in first) for tree in trees]
-    elif isinstance(first, (list, tuple)):
-        _check_same(type, trees)
-        _check_same(len, trees)
-        children = [tuple(tree) for tree in trees]
-    else:
+    if not isinstance(first, (Layer, dict, list, tuple)):
         yield trees
         return
+    _check_same(type, trees)
+    if isinstance(first, Layer):
+        children = [(tree.weight, tree.bias) for tree in trees]
+    elif isinstance(first, dict):
+        _check_same(list if type(first) is not dict else set, trees)
+        children = [tuple(tree[key] for key in first) for tree in trees]
+    else:
+        _check_same(len, trees)
+        children = list(trees)
     for together in zip(*children, strict=True):
         yield from leaves_of(*together)
 

@@ -99,15 +99,15 @@ class GroupLaws:
         assert grid.rank_at(grid.coords) == comm.rank == ranks[grid.coords_of(comm.rank)]
         for axis in range(dims):
             source, dest = grid.shift(axis, steps)
-            got = comm.sendrecv(np.array([comm.rank]), dest, source, out=np.array([-1]))
+            got = grid.sendrecv(np.array([comm.rank]), dest, source, out=np.array([-1]))
             rolled = np.moveaxis(np.roll(ranks, steps, axis), axis, 0)
             if not periodic[axis]:
                 rolled[: max(steps, 0)], rolled[max(len(rolled) + min(steps, 0), 0) :] = -1, -1
             assert got == np.moveaxis(rolled, 0, axis)[grid.coords]
             part = grid.sub([other == axis for other in range(dims)])
             line = np.moveaxis(ranks, axis, -1)[(*np.delete(grid.coords, axis), slice(None))]
-            assert part.comm.allgather_object(comm.rank) == line.tolist()
-            part.comm.free()
+            assert part.allgather_object(comm.rank) == line.tolist()
+            part.free()
 
     @law(first=reductions(), second=reductions(), order=orders_of_requests())
     def test_dup_is_independent(

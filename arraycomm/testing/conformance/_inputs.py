@@ -30,15 +30,10 @@ T = TypeVar("T")
 
 
 class Sealed(Generic[T]):
-    """A drawn value that reaches every rank as it was drawn, including the other ranks' values.
-
-    Attributes
-    ----------
-    value : object
-        The value; values of `per_rank` stay `RankValues`, descriptions of arrays stay `ArrayCase`.
-    """
+    """A drawn value that reaches every rank as it was drawn, including the other ranks' values."""
 
     def __init__(self, value: T) -> None:
+        # Values of `per_rank` stay `RankValues` here, and descriptions of arrays `ArrayCase`.
         self.value = value
 
     def on(self, rank: int) -> Any:
@@ -99,8 +94,8 @@ def dtypes_and_ops(
     `ranked.reductions` would draw integers most of the time, since most dtypes are integers.
     """
     kinds = tuple(OPS) if families is None else families
-    among = [op for op in ALL_OPS if any(op in OPS[kind] for kind in kinds)]
-    op = draw(st.sampled_from([op for op in among if ops is None or op in ops]))
+    among = ALL_OPS if ops is None else ops
+    op = draw(st.sampled_from([op for op in among if any(op in OPS[kind] for kind in kinds)]))
     kind = draw(st.sampled_from([kind for kind in kinds if op in OPS[kind]]))
     return draw(ranked.dtypes(op).filter(lambda name: family(dtype_of(name)) == kind)), op
 
@@ -113,15 +108,7 @@ def reductions(
     families: Sequence[str] | None = None,
     **choices: Any,
 ) -> Reduction:
-    """Draw a reduction with its arrays.
-
-    Parameters
-    ----------
-    ops, families : sequence of str, optional
-        Which reductions, and of which kinds of dtypes; all by default.
-    **choices
-        Other arguments of `rank_arrays`.
-    """
+    """Draw a reduction, and its arrays as `rank_arrays` does with `choices`."""
     dtype, op = draw(dtypes_and_ops(ops, families))
     return Reduction(op, draw(arrays(dtype, **choices)))
 
@@ -176,10 +163,9 @@ def reductions_of_shares(draw: st.DrawFn) -> tuple[Reduction, list[int]]:
 
 
 @st.composite
-def rows(draw: st.DrawFn, shapes: Strategy[Shape] | None = None) -> Arrays:
-    """Draw arrays that have a row for each rank, of any dtype."""
-    shape = (rank_count(), *draw(small_and_long() if shapes is None else shapes))
-    return draw(arrays(ranked.dtypes(movable=True), shape))
+def rows(draw: st.DrawFn, shapes: Strategy[Shape]) -> Arrays:
+    """Draw arrays that have a row of such a shape for each rank, of any dtype."""
+    return draw(arrays(ranked.dtypes(movable=True), (rank_count(), *draw(shapes))))
 
 
 class Ragged(NamedTuple):
@@ -206,12 +192,10 @@ def ragged(draw: st.DrawFn) -> Ragged:
     return Ragged(Arrays(RankValues(*cases)), counts)
 
 
-@st.composite
-def messages(draw: st.DrawFn, shapes: Strategy[Shape] | None = None) -> Arrays:
+def messages(shapes: Strategy[Shape]) -> Strategy[Arrays]:
     """Draw an array for each rank; dtypes and shapes differ between ranks."""
-    drawn = small_and_long() if shapes is None else shapes
-    one = ranked.arrays(ranked.dtypes(movable=True), drawn)
-    return Arrays(draw(ranked.per_rank(one)))
+    one = ranked.arrays(ranked.dtypes(movable=True), shapes)
+    return ranked.per_rank(one).map(Arrays)
 
 
 # All layouts but the one in which elements have to be equal.

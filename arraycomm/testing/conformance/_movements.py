@@ -40,6 +40,7 @@ from arraycomm.testing.conformance._inputs import (
     reductions_of_rows,
     rows,
     sealed,
+    small_and_long,
 )
 from arraycomm.testing.conformance._inputs import tags as message_tags
 from arraycomm.testing.conformance._law import law
@@ -108,7 +109,7 @@ class MovementLaws:
         if result is not None:
             check_copy(check_like(result, x), want)
 
-    @law(given_arrays=rows(), root=ranked.roots())
+    @law(given_arrays=rows(small_and_long()), root=ranked.roots())
     def test_scatter_hands_out_rows(
         self, comm: Communicator, given_arrays: Arrays, root: int
     ) -> None:
@@ -119,7 +120,7 @@ class MovementLaws:
         check_copy(check_like(comm.scatter(local, root), want if local is None else x), want)
         check_copy(check_like(comm.iscatter(local, root, like=x).wait(), x), want)
 
-    @law(given_arrays=rows())
+    @law(given_arrays=rows(small_and_long()))
     def test_alltoall_transposes(self, comm: Communicator, given_arrays: Arrays) -> None:
         """Row s on rank r is what rank s has in row r; two calls restore the input."""
         x, elements = given_arrays.build(comm.rank), given_arrays.elements()
@@ -141,8 +142,8 @@ class MovementLaws:
             assert list(gathered[1]) == [len(own) for own in elements]
         share = comm.scatterv(x, drawn.counts[root], root, like=x)
         check_copy(check_like(share, x), drawn.rows(root, comm.rank))
-        given = (x, drawn.counts[root]) if comm.rank == root else (None, None)
-        share = comm.iscatterv(*given, root, like=x).wait()
+        whole, shares = (x, drawn.counts[root]) if comm.rank == root else (None, None)
+        share = comm.iscatterv(whole, shares, root, like=x).wait()
         check_copy(check_like(share, x), drawn.rows(root, comm.rank))
         joined, counts = comm.iallgatherv(x, return_counts=True).wait()
         check_copy(elements_of(joined), np.concatenate(elements))
@@ -155,7 +156,7 @@ class MovementLaws:
         check_copy(check_like(received, x), np.concatenate(parts))
         assert list(counts) == [len(part) for part in parts]
 
-    @law(given_arrays=messages(), order=orders_of_ranks(), tags=message_tags())
+    @law(given_arrays=messages(small_and_long()), order=orders_of_ranks(), tags=message_tags())
     def test_messages_arrive_as_they_were_sent(
         self, comm: Communicator, given_arrays: Arrays, order: Sequence[int], tags: Sequence[int]
     ) -> None:

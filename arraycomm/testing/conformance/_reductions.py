@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -172,11 +172,8 @@ class ReductionLaws:
         self, comm: Communicator, reduction: Reduction
     ) -> None:
         """`scan` folds the arrays up to and including this rank's, `exscan` those before it."""
-        op, x, elements = (
-            reduction.op,
-            reduction.arrays.build(comm.rank),
-            reduction.arrays.elements(),
-        )
+        op, x = reduction.op, reduction.arrays.build(comm.rank)
+        elements = reduction.arrays.elements()
         found = check_like(comm.scan(x, op), x)
         check_elements(found, expected(elements[: comm.rank + 1], op), op)
         before = comm.exscan(x, op)
@@ -220,17 +217,16 @@ class ReductionLaws:
     ) -> None:
         """A custom op need be neither commutative nor associative."""
         x, own = given_arrays.build(comm.rank), custom_ops.op(_lopsided, elementwise=elementwise)
-        whole = functools.reduce(_lopsided, given_arrays.elements())
+        # Of the first rank, the first two, and so on.
+        so_far = list(itertools.accumulate(given_arrays.elements(), _lopsided))
+        whole = so_far[-1]
         for _ in range(2):
             check_elements(check_like(comm.allreduce(x, own), x), whole)
-        elements = given_arrays.elements()
-        so_far = functools.reduce(_lopsided, elements[: comm.rank + 1])
-        check_elements(check_like(comm.scan(x, own), x), so_far)
+        check_elements(check_like(comm.scan(x, own), x), so_far[comm.rank])
         before = comm.exscan(x, own)
         assert (before is None) == (comm.rank == 0)
         if before is not None:
-            so_far = functools.reduce(_lopsided, elements[: comm.rank])
-            check_elements(check_like(before, x), so_far)
+            check_elements(check_like(before, x), so_far[comm.rank - 1])
         result = comm.reduce(x, own, root)
         assert (result is None) == (comm.rank != root)
         if result is not None:

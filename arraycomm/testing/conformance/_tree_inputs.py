@@ -82,23 +82,15 @@ def reducible_trees(draw: st.DrawFn) -> tuple[str, Any]:
     return op, draw(_repeated(leaves))
 
 
-def metrics() -> Strategy[tuple[Sealed[Any], Sealed[Any]]]:
-    """Draw a list of numbers and arrays, and a weight; values differ between ranks."""
+@st.composite
+def metrics(draw: st.DrawFn) -> tuple[Sealed[Any], Sealed[Any]]:
+    """Draw two numbers and an array, and a weight; values differ between ranks."""
     number = st.floats(-(2.0**20), 2.0**20, width=32)
-    return st.integers(0, 3).flatmap(
-        lambda count: st.tuples(
-            sealed(
-                ranked.per_rank(
-                    st.tuples(
-                        number,
-                        st.integers(-100, 100),
-                        st.lists(number, min_size=count, max_size=count).map(np.array),
-                    )
-                )
-            ),
-            sealed(ranked.per_rank(st.one_of(st.integers(0, 9), st.floats(0, 2.0**10, width=32)))),
-        )
-    )
+    count = draw(st.integers(0, 3))
+    array = st.lists(number, min_size=count, max_size=count).map(np.array)
+    values = st.tuples(number, st.integers(-100, 100), array)
+    weight = st.integers(0, 9) | st.floats(0, 2.0**10, width=32)
+    return draw(sealed(ranked.per_rank(values))), draw(sealed(ranked.per_rank(weight)))
 
 
 @st.composite
