@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 from arraycomm._arrays.exchange import exchange
 from arraycomm._calls.custom_ops import op
 from arraycomm._calls.requests import Request, waitall
-from arraycomm._collectives.grid import Grid
-from arraycomm._communicator import Communicator
+from arraycomm._communicator import Communicator, GridCommunicator
 from arraycomm._entries import opaque, publish
 from arraycomm._errors import (
     ArrayCommError,
@@ -77,7 +76,7 @@ __all__ = [
     "DistributedDataContainer",
     "DistributedOptimizer",
     "ErrorFeedback",
-    "Grid",
+    "GridCommunicator",
     "Join",
     "MismatchError",
     "NotInitializedError",

@@ -14,7 +14,7 @@ from arraycomm._calls.runner import Runner
 from arraycomm._callsite import trim
 from arraycomm._collectives import groups
 from arraycomm._collectives.fast_path import remember
-from arraycomm._collectives.grid import Grid, MakeGrid
+from arraycomm._collectives.grid import GridCalls, Layout, MakeGrid
 from arraycomm._collectives.groups import Barrier
 from arraycomm._collectives.located import Maxloc, Minloc
 from arraycomm._collectives.movements import Allgather, Alltoall, Bcast, Gather, Scatter
@@ -127,11 +127,11 @@ class Communicator(NonblockingCalls, UnevenCalls, MessageCalls, Traceable, Makes
         return self._runner.group.transport.mpi_comm
 
     @overload
-    def split(self, color: int, key: int = 0) -> Self: ...
+    def split(self, color: int, key: int = 0) -> Communicator: ...
     @overload
     def split(self, color: None, key: int = 0) -> None: ...
     @entry
-    def split(self, color: int | None, key: int = 0) -> Self | None:
+    def split(self, color: int | None, key: int = 0) -> Communicator | None:
         """Split the group: ranks that pass the same color form a new communicator.
 
         Parameters
@@ -147,12 +147,12 @@ class Communicator(NonblockingCalls, UnevenCalls, MessageCalls, Traceable, Makes
             It has the same options. Blocks until all ranks of this group have called.
         """
         made = groups.split(self._runner, color, key)
-        return None if made is None else type(self)(made)
+        return None if made is None else Communicator(made)
 
     @entry
-    def split_by_node(self) -> Self:
+    def split_by_node(self) -> Communicator:
         """Return the communicator of the ranks on this rank's node."""
-        return type(self)(groups.split_by_node(self._runner))
+        return Communicator(groups.split_by_node(self._runner))
 
     @entry
     def dup(self, **options: Any) -> Self:
@@ -166,23 +166,21 @@ class Communicator(NonblockingCalls, UnevenCalls, MessageCalls, Traceable, Makes
         return type(self)(groups.dup(self._runner, options))
 
     @entry
-    def grid(self, dims: int | Sequence[int], periods: bool | Sequence[bool] = False) -> Grid:
-        """Arrange the ranks as a grid, row by row, for neighbours and shifts; collective.
+    def grid(
+        self, dims: int | Sequence[int], periods: bool | Sequence[bool] | None = None
+    ) -> GridCommunicator:
+        """Return a communicator of the same ranks, as the cells of a grid; collective.
 
         Parameters
         ----------
         dims : int or sequence of int
             The number of dimensions, or the number of ranks along each, of which those that are 0
             are chosen, as equal as possible. Their product is the number of ranks.
-        periods : bool or sequence of bool
-            Whether all dimensions, or each, are periodic.
-
-        Returns
-        -------
-        Grid
-            Of this communicator; see `arraycomm.Grid`.
+        periods : bool or sequence of bool, optional
+            Whether all dimensions, or each, are periodic; none by default.
         """
-        return Grid(self, self._runner, self._runner.call(MakeGrid, dims, periods))
+        layout = self._runner.call(MakeGrid, dims, periods)
+        return GridCommunicator(groups.dup(self._runner, {}), layout)
 
     @entry
     def free(self) -> None:
@@ -194,7 +192,7 @@ class Communicator(NonblockingCalls, UnevenCalls, MessageCalls, Traceable, Makes
         groups.free(self._runner)
 
     @entry
-    def shrink(self) -> Self:
+    def shrink(self) -> Communicator:
         """Return a communicator of the ranks that live; collective among those.
 
         For programs that continue after the death of a process: call it after a call has raised
@@ -207,7 +205,7 @@ class Communicator(NonblockingCalls, UnevenCalls, MessageCalls, Traceable, Makes
             Here the death of a process ends the others too. With Open MPI they survive it under
             `mpiexec --with-ft ulfm`.
         """
-        made = type(self)(groups.shrink(self._runner))
+        made = Communicator(groups.shrink(self._runner))
         old, new = self._runner.group, made._runner.group
         for group in old.related:
             group.kept[_SUCCESSOR] = made
@@ -694,6 +692,47 @@ class Communicator(NonblockingCalls, UnevenCalls, MessageCalls, Traceable, Makes
             this communicator, such as those of distributed optimizers, count too.
         """
         return self._runner.statistics.by_name()
+
+
+class GridCommunicator(GridCalls, Communicator):
+    """A communicator whose ranks are the cells of a grid; made by `Communicator.grid`.
+
+    Rank 0 has the coordinates 0, …, 0, and those of the last dimension change first. Beside `sub`,
+    its calls are those of a communicator, or local.
+
+    Attributes
+    ----------
+    dims : tuple of int
+        Ranks along each dimension.
+    periods : tuple of bool
+        Whether the last rank of a dimension is the neighbour of its first.
+    coords : tuple of int
+        Of this rank.
+    """
+
+    def __init__(self, runner: Runner, layout: Layout) -> None:
+        super().__init__(runner)
+        self.dims, self.periods = layout
+        self.coords = self.coords_of(self.rank)
+
+    @entry
+    def dup(self, **options: Any) -> Self:
+        """Return a grid of the same ranks; see `Communicator.dup`."""
+        return type(self)(groups.dup(self._runner, options), (self.dims, self.periods))
+
+    @entry
+    def sub(self, keep: Sequence[bool]) -> GridCommunicator:
+        """Return the grid of the ranks that share the coordinates of the other dimensions.
+
+        Parameters
+        ----------
+        keep : sequence of bool
+            For each dimension whether the new grid has it; the same on every rank.
+        """
+        color, layout = self._layout_of(keep)
+        made = groups.split(self._runner, color, self.rank)
+        assert made is not None
+        return GridCommunicator(made, layout)
 
 
 # What a group with dead ranks keeps: the communicator that replaces it, see `shrink`.

@@ -27,7 +27,7 @@ EXTRAS = (
 PUBLIC = """
     ANY_SOURCE ANY_TAG PROC_NULL ArrayCommError BackendUnavailableError CommTimeoutError Communicator
     CommunicatorClosedError Compression ConcurrentUseError DeadlockError DistributedDataContainer
-    DistributedOptimizer ErrorFeedback Grid Join MismatchError NotInitializedError
+    DistributedOptimizer ErrorFeedback GridCommunicator Join MismatchError NotInitializedError
     PeerError Plan RankFilter Request Status TransportError allreduce_gradients allreduce_tree borrow exchange explain finalize init
     is_initialized join launch mean_metrics op println raise_on_difference raise_on_nan raise_together
     synchronize waitall world

@@ -74,6 +74,7 @@ def groups(comm: ac.Communicator, color: int | None) -> None:
     assert_type(comm.split(None), None)
     assert_type(comm.split(color), ac.Communicator | None)
     assert_type(comm.dup(), ac.Communicator)
+    assert_type(comm.grid(2).sub((True, False)), ac.GridCommunicator)
 
 
 def trees(comm: ac.Communicator, params: dict[str, Vector], model: torch.nn.Linear) -> None:

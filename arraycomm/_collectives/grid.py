@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Sequence
+from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -34,7 +35,7 @@ class MakeGrid(SmallExchange):
 
 
 class MakeSubgrid(SmallExchange):
-    """See `Grid.sub`."""
+    """See `GridCommunicator.sub`."""
 
     name, code = "sub", 44
 
@@ -44,31 +45,16 @@ class MakeSubgrid(SmallExchange):
         super().__init__(context, f"keep={[*map(bool, keep)]}")
 
 
-@entries()
-class Grid(ProcessBound):
-    """The ranks of a communicator as the cells of a grid; made by `Communicator.grid`.
+@entries(trimmed=True)
+class GridCalls(ProcessBound):
+    """What a communicator does whose ranks are the cells of a grid."""
 
-    Rank 0 has the coordinates 0, …, 0, and those of the last dimension change first. All methods
-    but `sub` are local.
-
-    Attributes
-    ----------
-    comm : Communicator
-        Whose ranks these are.
-    dims : tuple of int
-        Ranks along each dimension.
-    periods : tuple of bool
-        Whether the last rank of a dimension is the neighbour of its first.
-    coords : tuple of int
-        Of this rank.
-    """
-
-    _instead = "make one in each process"
-
-    def __init__(self, comm: Any, runner: Runner, layout: Layout) -> None:
-        self.comm, self._runner = comm, runner
-        self.dims, self.periods = layout
-        self.coords = self.coords_of(comm.rank)
+    _runner: Runner
+    dims: tuple[int, ...]
+    periods: tuple[bool, ...]
+    coords: tuple[int, ...]
+    rank: int
+    size: int
 
     def coords_of(self, rank: int) -> tuple[int, ...]:
         """Return the coordinates of a rank."""
@@ -115,37 +101,20 @@ class Grid(ProcessBound):
     def neighbors(self) -> list[int]:
         """The ranks one step away along each dimension, in ascending order, each once."""
         around = [rank for axis in range(len(self.dims)) for rank in self.shift(axis)]
-        return sorted({rank for rank in around if isinstance(rank, int)} - {self.comm.rank})
+        return sorted({rank for rank in around if isinstance(rank, int)} - {self.rank})
 
-    def sub(self, keep: Sequence[bool]) -> Grid:
-        """Return the grid of the ranks that share the coordinates of the other dimensions.
-
-        Parameters
-        ----------
-        keep : sequence of bool
-            For each dimension whether the new grid has it; the same on every rank.
-
-        Returns
-        -------
-        Grid
-            Over a communicator of its own, which `grid.comm.free()` releases. Collective.
-        """
+    def _layout_of(self, keep: Sequence[bool]) -> tuple[int, Layout]:
+        """Return the color and the layout of the part that has the dimensions to `keep`."""
         self._runner.call(MakeSubgrid, keep, len(self.dims))
         fixed = [0 if kept else at for kept, at in zip(keep, self.coords, strict=True)]
-        comm = self.comm.split(int(np.ravel_multi_index(fixed, self.dims)), self.comm.rank)
-        dims = [n for n, kept in zip(self.dims, keep, strict=True) if kept]
-        periods = [p for p, kept in zip(self.periods, keep, strict=True) if kept]
-        made: Grid = comm.grid(dims, periods)
-        return made
-
-    def __repr__(self) -> str:
-        dims = " × ".join(map(str, self.dims))
-        return f"<Grid of {dims} ranks: rank {self.comm.rank} at {self.coords}>"
+        layout = tuple(compress(self.dims, keep)), tuple(compress(self.periods, keep))
+        return int(np.ravel_multi_index(fixed, self.dims)), layout
 
 
 def _checked(dims: Any, periods: Any, size: int) -> Layout:
     """Return the ranks along each dimension, with those that are 0 chosen, and what is periodic."""
     wanted = [0] * dims if isinstance(dims, int) else [operator.index(n) for n in dims]
+    periods = bool(periods) if periods is None else periods
     around = [periods] * len(wanted) if isinstance(periods, bool) else list(periods)
     if len(around) != len(wanted) or not all(isinstance(p, bool | np.bool_) for p in around):
         raise ValueError(f"periods must be a bool for each of {len(wanted)} dims; got {periods!r}")

@@ -241,6 +241,7 @@ class Messenger:
             if now > self._asked + LAST_MESSAGE:
                 self._asked = now
                 notes.ask_wait_status(peers)
+                self._group.watchdog.check_for_deaths()
             return
         # What they have sent before still comes.
         since = self._gone_since.setdefault(tuple(peers), now)

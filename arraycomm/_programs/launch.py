@@ -36,19 +36,19 @@ _LAUNCHERS: Final = ("PMI_", "PMIX_", "OMPI_", "MPI_LOCAL")
 
 
 @entry
-def launch(ranks: int, fn: Callable[..., T], *args: Any, timeout: float | None = 1800.0) -> list[T]:
+def launch(fn: Callable[..., T], ranks: int, *args: Any, timeout: float | None = 1800.0) -> list[T]:
     """Run `fn(comm, *args)` on `ranks` ranks, each a fresh process of this node, without MPI.
 
     For notebooks and scripts; `arraycomm.testing.run` does the same with threads.
 
     Parameters
     ----------
-    ranks : int
-        How many ranks.
     fn : callable
         Called on every rank with `world()`, the communicator of all of them, and `args`. It may be
         defined in the notebook or script, and use what is defined there, if cloudpickle is
         installed; otherwise in a module.
+    ranks : int
+        How many ranks.
     *args : object
         The same on every rank, which gets a copy.
     timeout : float or None, default 1800.0
@@ -80,7 +80,7 @@ def launch(ranks: int, fn: Callable[..., T], *args: Any, timeout: float | None =
     Examples
     --------
     >>> import arraycomm as ac
-    >>> ac.launch(2, lambda comm, x: float(comm.allreduce(x)), 1.5)
+    >>> ac.launch(lambda comm, x: float(comm.allreduce(x)), 2, 1.5)
     [3.0, 3.0]
     """
     count: Any = ranks

@@ -50,10 +50,10 @@ def test_neighbors_and_parts_of_a_grid(comm: Communicator) -> None:
     for keep in itertools.product((False, True), repeat=2):
         part = grid.sub(keep)
         assert part.dims == tuple(itertools.compress(grid.dims, keep))
-        assert part.comm.allgather_object(comm.rank) == (
+        assert part.allgather_object(comm.rank) == (
             list(range(comm.size)) if keep[0] else [comm.rank]
         )
-        part.comm.free()
+        part.free()
 
 
 @each_rank_of("several")

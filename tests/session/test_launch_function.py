@@ -45,7 +45,7 @@ def test_results_come_in_rank_order_and_prints_in_lines(capsys: pytest.CaptureFi
         return Local(comm.rank + float(comm.allreduce(x).sum()))
 
     async def cell() -> list[Local]:
-        return ac.launch(2, work, np.ones(100_000))
+        return ac.launch(work, 2, np.ones(100_000))
 
     found = asyncio.run(cell())
     assert [each.number for each in found] == [200_000, 200_001]
@@ -56,7 +56,7 @@ def test_results_come_in_rank_order_and_prints_in_lines(capsys: pytest.CaptureFi
 
 
 def test_one_rank_runs_alone() -> None:
-    assert ac.launch(1, lambda comm, x: (comm.allreduce(x), sys.argv), 2) == [(2, sys.argv)]
+    assert ac.launch(lambda comm, x: (comm.allreduce(x), sys.argv), 1, 2) == [(2, sys.argv)]
 
 
 def test_first_error_is_raised_and_all_ranks_end(capsys: pytest.CaptureFixture[str]) -> None:
@@ -71,7 +71,7 @@ def test_first_error_is_raised_and_all_ranks_end(capsys: pytest.CaptureFixture[s
 
     began = time.monotonic()
     with pytest.raises(OwnError, match="mine") as caught:
-        ac.launch(3, work)
+        ac.launch(work, 3)
     assert time.monotonic() - began < 120
     own, *others = caught.value.__notes__
     assert own.startswith("raised on rank 1 of 3:\nTraceback")
@@ -90,7 +90,7 @@ def test_rank_that_dies_is_named() -> None:
         comm.barrier()
 
     with pytest.raises(ac.PeerError, match="rank 1 died by SIGKILL before") as caught:
-        ac.launch(2, work)
+        ac.launch(work, 2)
     assert caught.value.rank == 1
 
 
@@ -99,7 +99,7 @@ import os, time, arraycomm as ac
 def work(comm):
     print(os.getpid(), flush=True)
     time.sleep(600)
-ac.launch(2, work)
+ac.launch(work, 2)
 """
 
 
@@ -132,8 +132,8 @@ def test_what_cannot_be_launched_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
             patch.setitem(sys.modules, "cloudpickle", None)
             patch.setitem(sys.modules, "joblib.externals.cloudpickle", None)
             with pytest.raises(kind, match=said):
-                ac.launch(ranks, fn)
+                ac.launch(fn, ranks)
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "4")
     monkeypatch.delenv("ARRAYCOMM_RANK_PROCESS", raising=False)
     with pytest.raises(RuntimeError, match="this process is one of 4 ranks already"):
-        ac.launch(2, print)
+        ac.launch(print, 2)

@@ -16,7 +16,7 @@ import arraycomm as ac
 
 ROOT: Final = Path(__file__).parents[2]
 PAGE: Final = ROOT / "docs" / "evidence" / "laws.md"
-_CLASSES: Final = (ac.Communicator, ac.Request, ac.Grid, ac.DistributedDataContainer)
+_CLASSES: Final = (ac.Communicator, ac.Request, ac.GridCommunicator, ac.DistributedDataContainer)
 _FUNCTIONS: Final = [
     "DistributedDataContainer",
     "DistributedOptimizer",

@@ -108,6 +108,7 @@ class GroupLaws:
             line = np.moveaxis(ranks, axis, -1)[(*np.delete(grid.coords, axis), slice(None))]
             assert part.allgather_object(comm.rank) == line.tolist()
             part.free()
+        grid.free()
 
     @law(first=reductions(), second=reductions(), order=orders_of_requests())
     def test_dup_is_independent(
