@@ -130,8 +130,11 @@ class MPITransport(Transport):
             come = self.mpi_comm.Iprobe(rank, tags[0] if len(tags) == 1 else MPI.ANY_TAG, status)
             if come and status.tag == NOTES:
                 # Left unread between nodes by a communicator whose number this one has now; it
-                # would hide others.
-                self.mpi_comm.Recv(bytearray(status.Get_count(MPI.BYTE)), status.source, NOTES)
+                # would hide others. Its sender may be no rank here.
+                note = self.mpi_comm.Improbe(MPI.ANY_SOURCE, NOTES, status)
+                if note is not None:
+                    note.Recv(bytearray(status.Get_count(MPI.BYTE)))
+                return None
         except MPI.Exception as error:
             raise translated(error) from error
         # Pieces of messages and control messages have tags of their own; who waits for them takes
