@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 
 
-def parametrize(metafunc: pytest.Metafunc, most: int = sys.maxsize) -> None:
+def parametrize(metafunc: pytest.Metafunc, most: int) -> None:
     """Make a test for each number of ranks of the marker, if any; skip those above `most`."""
-    counts = counts_of(metafunc.definition)
-    if counts:
-        values = [_value(count, most) for count in counts]
+    values = []
+    for count in _counts_of(metafunc.definition):
+        reason = f"needs {count} ranks; mpiexec has started {most}"
+        marks = [pytest.mark.skip(reason=reason)] if count > most else []
+        values.append(pytest.param(count, id=f"{count}-ranks", marks=marks))
+    if values:
         metafunc.parametrize("comm", values, indirect=True)
 
 
-def _value(count: int, most: int) -> Any:
-    reason = f"needs {count} ranks; mpiexec has started {most}"
-    marks = [pytest.mark.skip(reason=reason)] if count > most else []
-    return pytest.param(count, id=f"{count}-ranks", marks=marks)
-
-
-def counts_of(node: pytest.Item) -> Sequence[int]:
+def _counts_of(node: pytest.Item) -> Sequence[int]:
     """Return the numbers of ranks of the closest marker; none if there is no marker or number."""
     marker = node.get_closest_marker("ranks")
     if marker is None:

@@ -13,9 +13,11 @@ import os
 import select
 import shutil
 import sys
+import xml.etree.ElementTree as ET
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
-from xml.sax.saxutils import escape, quoteattr
 
 # Rank 0 writes here which tests there are, and where the JUnit file is to be; and then each report.
 PLAN, REPORTS = "plan.json", "reports.jsonl"
@@ -50,10 +52,9 @@ def what_was_found(directory: Path, why: str) -> list[str]:
     """Return the failures that rank 0 has reported, and what was not run; write the JUnit file."""
     try:
         plan = json.loads((directory / PLAN).read_text("utf-8"))
-        lines = (directory / REPORTS).read_text("utf-8").splitlines()
     except OSError:
         return []
-    reports = [report for report in map(_parsed, lines) if report and report["rank"] is None]
+    reports = [report for report in _reports(directory) if report["rank"] is None]
     tests = {report["nodeid"]: report for report in reports if report["when"] == "call"}
     # What has failed before or after it counts for the test.
     tests |= {report["nodeid"]: report for report in reports if report["outcome"] != "passed"}
@@ -61,12 +62,14 @@ def what_was_found(directory: Path, why: str) -> list[str]:
     rest = [name for name in plan["tests"] if name not in tests]
     crash, text = unagreed(directory, rest[0]) if rest else ("", "")
     if text:
-        ended = {"nodeid": rest.pop(0), "outcome": "failed", "crash": crash or why}
-        tests[ended["nodeid"]] = ended | {"text": text, "seconds": 0.0}
-        failed.append(tests[ended["nodeid"]])
+        name = rest.pop(0)
+        tests[name] = _unended(name, "failed", crash or why, text)
+        failed.append(tests[name])
     if plan["junit"]:
-        died_in, never = ([], rest) if text else (rest[:1], rest[1:])
-        _write_junit(Path(plan["junit"]), list(tests.values()), died_in, never, why)
+        cases = [*tests.values(), *(_unended(name, "skipped", "not run", "") for name in rest)]
+        if rest and not text:
+            cases[len(tests)] = _unended(rest[0], "died", why, why)
+        _write_junit(Path(plan["junit"]), cases)
     found = [f"\n____ {test['nodeid']} ____\n{test['text']}\n" for test in failed]
     counts = f"{len(tests) - len(failed)} passed or skipped, {len(failed)} failed, "
     counts += f"{len(rest)} not run or not ended"
@@ -77,12 +80,8 @@ def what_was_found(directory: Path, why: str) -> list[str]:
 
 def unagreed(directory: Path, test: str) -> tuple[str, str]:
     """Return what failed on single ranks in the test that runs: a line of the first, and all."""
-    try:
-        lines = (directory / REPORTS).read_text("utf-8").splitlines()
-    except OSError:
-        return "", ""
-    own = [found for found in map(_parsed, lines) if found.get("nodeid") == test]
-    own = sorted((f for f in own if f["rank"] is not None), key=lambda f: (f["order"], f["rank"]))
+    own = [f for f in _reports(directory) if f["nodeid"] == test and f["rank"] is not None]
+    own.sort(key=lambda found: (found["order"], found["rank"]))
     # Errors of the rank itself, before those that what it waited for has caused.
     first = [found for found in own if found["order"][0] == 0]
     texts = [f"rank {found['rank']} failed:\n{found['text']}" for found in own]
@@ -97,49 +96,34 @@ def stacks(directory: Path) -> dict[int, str]:
     return {int(path.name.split("-")[1]): path.read_text("utf-8") for path in found}
 
 
-def _parsed(line: str) -> dict[str, Any]:
-    try:
-        found: dict[str, Any] = json.loads(line)
-        return found
-    except ValueError:
-        # It was being written.
-        return {}
+def _reports(directory: Path) -> Iterator[dict[str, Any]]:
+    """Return what was written down, except for a line that was being written."""
+    with suppress(OSError):
+        for line in (directory / REPORTS).read_text("utf-8").splitlines():
+            with suppress(ValueError):
+                yield json.loads(line)
 
 
-def _write_junit(
-    path: Path, tests: list[dict[str, Any]], died_in: list[str], never: list[str], why: str
-) -> None:
-    """Write a case for each test: those that ended, the one in which the job did, and the rest."""
-    kinds = {"failed": "failure", "skipped": "skipped"}
-    cases = [
-        _case(
-            test["nodeid"],
-            kinds.get(test["outcome"], ""),
-            test["crash"],
-            test["text"],
-            test["seconds"],
-        )
-        for test in tests
-    ]
-    cases += [_case(name, "error", why, why) for name in died_in]
-    cases += [_case(name, "skipped", "not run", "") for name in never]
-    numbers = (
-        len(cases),
-        *(sum(f"<{kind} " in case for case in cases) for kind in ("failure", "error", "skipped")),
-    )
-    counts = 'tests="{}" failures="{}" errors="{}" skipped="{}"'.format(*numbers)
-    head = f'<?xml version="1.0" encoding="utf-8"?><testsuites><testsuite name="pytest" {counts}>'
+def _unended(nodeid: str, outcome: str, crash: str, text: str) -> dict[str, Any]:
+    return {"nodeid": nodeid, "outcome": outcome, "crash": crash, "text": text, "seconds": 0.0}
+
+
+def _write_junit(path: Path, tests: list[dict[str, Any]]) -> None:
+    kinds = {"failed": "failure", "died": "error", "skipped": "skipped"}
+    root = ET.Element("testsuites")
+    suite = ET.SubElement(root, "testsuite", name="pytest", tests=str(len(tests)))
+    for test in tests:
+        place, _, name = test["nodeid"].rpartition("::")
+        where = place.replace(".py", "").replace("/", ".").replace("::", ".")
+        seconds = f"{test['seconds']:.3f}"
+        case = ET.SubElement(suite, "testcase", classname=where, name=name, time=seconds)
+        if test["outcome"] in kinds:
+            found = ET.SubElement(case, kinds[test["outcome"]], message=test["crash"])
+            found.text = "".join(c for c in test["text"] if c.isprintable() or c in "\n\t")
+    for count, kind in (("failures", "failure"), ("errors", "error"), ("skipped", "skipped")):
+        suite.set(count, str(len(suite.findall(f"testcase/{kind}"))))
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"{head}{''.join(cases)}</testsuite></testsuites>", "utf-8")
-
-
-def _case(nodeid: str, kind: str, message: str, text: str, seconds: float = 0.0) -> str:
-    place, _, name = nodeid.rpartition("::")
-    where = place.replace(".py", "").replace("/", ".").replace("::", ".")
-    plain = "".join(c for c in text if c.isprintable() or c in "\n\t")
-    inner = f"<{kind} message={quoteattr(message)}>{escape(plain)}</{kind}>" if kind else ""
-    about = f'classname={quoteattr(where)} name={quoteattr(name)} time="{seconds:.3f}"'
-    return f"<testcase {about}>{inner}</testcase>"
+    ET.ElementTree(root).write(path, "utf-8", xml_declaration=True)
 
 
 def main(directory: Path, near: dict[int, tuple[int, int]]) -> None:

@@ -10,11 +10,11 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 import pytest
 from _pytest.runner import runtestprotocol
@@ -22,9 +22,11 @@ from _pytest.runner import runtestprotocol
 from arraycomm._callsite import describe_exception, trim
 from arraycomm._communicator import Communicator
 from arraycomm._errors import CommTimeoutError
+from arraycomm._transports.base import Transport
 from arraycomm.testing._failures import is_skip
 from arraycomm.testing._internals import (
     LastStep,
+    communicator_over,
     completed_step,
     end_test,
     has_world,
@@ -40,7 +42,7 @@ from arraycomm.testing._ranks.interrupt import Interruption
 from arraycomm.testing._ranks.rank_links import Left, can_take_up, fault_of
 from arraycomm.testing._ranks.threads import SLACK
 from arraycomm.testing.pytest_plugin import counts
-from arraycomm.testing.pytest_plugin.job import END_OF_RUN, EndOfRun, Job, RunEndedError
+from arraycomm.testing.pytest_plugin.job import END_OF_RUN, EndOfRun, Job
 from arraycomm.testing.pytest_plugin.limits import GaveUp, Limit
 from arraycomm.testing.pytest_plugin.measured import combine_on_rank_0
 from arraycomm.testing.pytest_plugin.outcomes import (
@@ -77,17 +79,17 @@ Phase = Generator[None, Any, Any]
 class _Test:
     """The test that runs, as far as its ranks are concerned."""
 
-    def __init__(self, item: Any, size: int) -> None:
+    def __init__(self, item: Any, size: int, link: Transport | None) -> None:
         self.item = item
         # The number of ranks of its communicator; 0 if it takes none.
         self.size = size
+        # What its communicator is made over, on the ranks that run it.
+        self.link = link
         self.timeout = counts.timeout_of(item)
         definitions = fixtures_of(item).values() if size else ()
         # Whether a fixture takes the communicator, which it may use at its end.
         self.has_fixtures = any("comm" in found[-1].argnames for found in definitions)
         self.comm: Communicator | None = None
-        # Opens it, on the ranks that run the test.
-        self.opens: Callable[[], Communicator] | None = None
         self.last: LastStep | None = None
         # The last step of the world, which a failure on this rank ends.
         self.world: LastStep | None = None
@@ -98,15 +100,21 @@ class _Test:
         # Whether a wait or the test has taken too long on this rank.
         self.is_late = False
 
+    def open(self) -> Communicator:
+        """Make its communicator."""
+        assert self.link is not None
+        self.comm = communicator_over(self.link, self.timeout)
+        return self.comm
+
     def end_communication(self, error: BaseException | None) -> None:
         """Let the other ranks know that this one makes no more calls."""
         if error is not None and self.world is None and not is_skip(error):
             self.world = leave_world(describe_exception(error))
         if self.last is not None or self.size == 0:
             return
-        if self.comm is None and error is not None and self.opens is not None:
+        if self.comm is None and error is not None and self.link is not None:
             # The others wait for it in the test, to which this rank does not come.
-            self.comm = self.opens()
+            self.open()
         if self.comm is None:
             return
         if isinstance(error, CommTimeoutError):
@@ -144,6 +152,7 @@ class InStep:
         self._config = config
         self._job = job
         self.rank, self.size = job.rank, job.size
+        self._exchange = job.exchange
         self._usual = config.getoption("ranks") or job.size
         if self._usual > job.size:
             raise pytest.UsageError(
@@ -166,22 +175,19 @@ class InStep:
         # Why the tests cannot go on: a rank is stuck outside Python.
         self._stuck = False
 
-    def configured(self) -> None:
-        """Let rank 0 write for all; called once all plugins are configured."""
-        if self._job.rank:
+    @pytest.hookimpl(trylast=True)
+    def pytest_configure(self) -> None:
+        """Let rank 0 write for all, once all plugins are configured."""
+        if self.rank:
             leave_terminal(self._config)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionstart(self) -> None:
         """Begin to watch the ranks."""
-        self._progress = Progress(self._job, self._exchange)
+        self._progress = Progress(self._job)
         self._limit = Limit(self._progress.tell_stuck, self._progress.is_stuck)
 
     # Collection
-
-    def parametrize(self, metafunc: pytest.Metafunc) -> None:
-        """Make a test for each number of ranks of the marker; skip those the job does not have."""
-        counts.parametrize(metafunc, self.size)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         """Keep what could not be collected, for the other ranks."""
@@ -197,7 +203,7 @@ class InStep:
         try:
             return (yield)
         except pytest.UsageError as error:
-            if self._job.rank:
+            if self.rank:
                 pytest.exit(str(error), int(_USAGE))
             raise
 
@@ -215,14 +221,12 @@ class InStep:
             before = without_rank(before, self.rank)
             everyones = self._exchange("what was collected", list(before))
             if not self._errors and len({*map(frozenset, everyones)}) > 1:
-                self._refuse(difference(everyones))
+                raise pytest.UsageError(difference(everyones))
             common = set.intersection(*map(set, everyones))
         items[:] = [before[name] for name in replies[0].chosen if name in common]
-        if self._progress is not None:
-            junit = getattr(self._config.option, "xmlpath", None)
-            self._progress.plan(
-                [item.nodeid for item in items], os.path.abspath(junit) if junit else ""
-            )
+        junit = getattr(self._config.option, "xmlpath", None)
+        tests = [item.nodeid for item in items]
+        self._progress.plan(tests, os.path.abspath(junit) if junit else "")
 
     def _report_errors(self, replies: list[Collected]) -> bool:
         """Report what other ranks could not collect; return whether there is anything."""
@@ -240,20 +244,12 @@ class InStep:
                     self._config.hook.pytest_collectreport(report=report)
         return bool(self._errors)
 
-    def _refuse(self, text: str) -> NoReturn:
-        """End the run on all ranks; rank 0 says why."""
-        if self._job.rank:
-            pytest.exit(text, int(pytest.ExitCode.USAGE_ERROR))
-        raise pytest.UsageError(text)
-
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtestloop(self) -> Phase:
         """Let rank 0 report the coverage of all ranks."""
-        combine_on_rank_0(self._config, self._job.rank, self._meet)
+        meet = partial(self._exchange, "the end of the tests", None)
+        combine_on_rank_0(self._config, self.rank, meet)
         return (yield)
-
-    def _meet(self) -> None:
-        self._exchange("the end of the tests", None)
 
     # The phases of a test
 
@@ -265,22 +261,18 @@ class InStep:
                 f"comm: name it among the arguments of {request.node.name}; a test cannot ask for "
                 "it by getfixturevalue, since the other ranks have to know of it before"
             )
-        assert test.opens is not None
-        test.comm = test.opens()
-        yield test.comm
+        yield test.open()
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: Any, nextitem: pytest.Item | None) -> bool:
         """Run a test on its ranks, and report it; the other ranks take part in the report alone."""
         size = self._size_of(item)
-        self._test = test = _Test(item, size)
-        if size:
-            if size not in self._job.links:
-                self._exchange(f"the start of {item.nodeid}", size)
-            if self._job.links.of(size) is None:
-                item.setup = item.runtest = _nothing
-            else:
-                test.opens = partial(self._job.open, size, test.timeout)
+        if size and size not in self._job.links:
+            self._exchange(f"the start of {item.nodeid}", size)
+        link = self._job.links.of(size) if size else None
+        if size and link is None:
+            item.setup = item.runtest = _nothing
+        self._test = test = _Test(item, size, link)
         item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
         runtestprotocol(item, log=False, nextitem=nextitem)
         reports, self._test = self._agreed_reports(test), None
@@ -292,10 +284,8 @@ class InStep:
     def _size_of(self, item: Any) -> int:
         if not takes_comm(item):
             return 0
-        parameters = getattr(item, "callspec", None)
-        size: int = (
-            self._usual if parameters is None else parameters.params.get("comm", self._usual)
-        )
+        parameters = item.callspec.params if hasattr(item, "callspec") else {}
+        size: int = parameters.get("comm", self._usual)
         # What the job does not have is skipped, and needs no communicator.
         return 0 if size > self.size else size
 
@@ -321,10 +311,10 @@ class InStep:
                 elif when == "call":
                     self._end_in_step(test)
             finally:
-                self._limit.end_inside()
+                self._limit.inside = False
         except Interruption as interruption:
             error = CommTimeoutError(
-                f"rank {self._job.rank} did not end the {when} of the test within {test.timeout:g} "
+                f"rank {self.rank} did not end the {when} of the test within {test.timeout:g} "
                 "s, and was interrupted"
             )
             error.place_in_test = 0  # type: ignore[attr-defined]
@@ -368,9 +358,9 @@ class InStep:
         report = yield
         test = self._test
         # Inside a phase it is the report of a part of it.
-        if test is not None and not self._limit.is_inside:
+        if test is not None and not self._limit.inside:
             step = 0 if test.comm is None else completed_step(test.comm)
-            outcome = outcome_of(item, self._job.rank, report, call.excinfo, step)
+            outcome = outcome_of(item, self.rank, report, call.excinfo, step)
             test.reports.append(report)
             test.outcomes.append(outcome)
             if report.failed:
@@ -381,7 +371,7 @@ class InStep:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Keep the failure of a subtest, which pytest reports while the test still runs."""
         self._progress.report(report)
-        if self._test is not None and self._limit.is_inside and report.failed:
+        if self._test is not None and self._limit.inside and report.failed:
             data = self._config.hook.pytest_report_to_serializable(
                 config=self._config, report=report
             )
@@ -394,7 +384,7 @@ class InStep:
         try:
             if test.world is not None:
                 tells.start()
-            self._limit.wait()
+            self._limit.waiting = True
             left = self._leave(test)
             closed = test.world is not None or world_is_closed()
             ended = Ended(test.outcomes, test.parts, left, closed)
@@ -407,11 +397,11 @@ class InStep:
         self._start_anew(test, everyone)
         parts = [ended.parts for ended in everyone]
         outcomes = [ended.outcomes for ended in everyone]
-        reports = merged(self._config, self._job.rank, test.reports, outcomes, parts)
+        reports = merged(self._config, self.rank, test.reports, outcomes, parts)
         fault = fault_of([ended.left for ended in everyone[: test.size]])
         if fault and all(report.passed for report in reports):
             reports[-1].outcome, reports[-1].longrepr = "failed", fault
-        return [*parts_of_others(self._config, self._job.rank, parts), *reports]
+        return [*parts_of_others(self._config, self.rank, parts), *reports]
 
     def _leave(self, test: _Test) -> Left:
         if test.comm is None:
@@ -457,19 +447,13 @@ class InStep:
             f"ends.\n{text}"
         )
         own = next(outcome for outcome in reversed(test.outcomes) if outcome.when == report.when)
-        report.sections.append((f"rank {self._job.rank}", own.text))
+        report.sections.append((f"rank {self.rank}", own.text))
         if ranks:
             show_rank(report, f"[{who} of {self.size}]")
         test.item.session.shouldstop = f"{who} cannot be interrupted"
         return [report]
 
     # The end
-
-    def _exchange(self, kind: str, body: Any) -> list[Any]:
-        try:
-            return self._job.exchange(kind, body)
-        except RunEndedError as error:
-            pytest.exit(f"the run ends: {error}", error.status)
 
     def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
         """Keep why this rank ends the run, for the others."""
@@ -478,8 +462,8 @@ class InStep:
     def pytest_internalerror(self, excrepr: Any, excinfo: pytest.ExceptionInfo[Any]) -> None:
         """Show what has ended the run of this rank, whose own terminal nobody sees."""
         self._why = excinfo.exconly(tryshort=True)
-        if self._job.rank and self._progress is not None:
-            self._progress.say(f"INTERNALERROR of pytest on rank {self._job.rank}:\n{excrepr}")
+        if self.rank and self._progress is not None:
+            self._progress.say(f"INTERNALERROR of pytest on rank {self.rank}:\n{excrepr}")
 
     def _tell_end(self, status: int) -> int:
         """Tell the other ranks, once, how this one ends its run; return the status of all."""
@@ -488,9 +472,9 @@ class InStep:
         self._told = True
         if self._why:
             self._leave_run()
-        end = EndOfRun(status, self._why, self._warned.of_this_rank())
-        with suppress(RunEndedError):
-            ends: list[EndOfRun] = self._job.exchange(END_OF_RUN, end)
+        end = EndOfRun(status, self._why, list(self._warned.recorded.values()))
+        with suppress(pytest.exit.Exception):
+            ends: list[EndOfRun] = self._exchange(END_OF_RUN, end)
             self._warned.show([other.warnings for other in ends])
             status = max(other.status for other in ends)
         return status
@@ -522,13 +506,13 @@ class InStep:
         self._why = self._why or ("" if error is None else f"{type(error).__name__}: {error}")
         usage = isinstance(error, pytest.UsageError)
         self._tell_end(int(_USAGE if usage else _INTERNAL) if self._why else 0)
-        with suppress(RunEndedError):
-            self._job.exchange("the end of pytest", None)
+        with suppress(pytest.exit.Exception):
+            self._exchange("the end of pytest", None)
         if self._progress is not None:
             self._progress.end()
 
     def _abort(self) -> None:
-        if self._job.rank:
+        if self.rank:
             time.sleep(_ABORTED)
         sys.stdout.flush()
         sys.stderr.flush()

@@ -11,6 +11,8 @@ import socket
 from dataclasses import dataclass
 from typing import Any, Final
 
+import pytest
+
 from arraycomm._communicator import Communicator
 from arraycomm._errors import PeerError
 from arraycomm._launch import Launch
@@ -34,14 +36,6 @@ class EndOfRun:
     warnings: list[Recorded]
 
 
-class RunEndedError(Exception):
-    """Another rank has ended its run with this status, or cannot be reached any more."""
-
-    def __init__(self, text: str, status: int = 1) -> None:
-        super().__init__(text)
-        self.status = status
-
-
 class Job:
     """This process's part in the ranks that run pytest in step."""
 
@@ -63,36 +57,30 @@ class Job:
         self.links = RankLinks(self._control)
 
     def exchange(self, kind: str, body: Any) -> list[Any]:
-        """Tell all ranks something, and return what each told; all must be at the same `kind`."""
+        """Tell all ranks something, and return what each told.
+
+        All must be at the same `kind`. End the run if another rank has ended it, or cannot be
+        reached any more.
+        """
         if self.over:
-            raise RunEndedError("the run has ended on another rank")
+            pytest.exit("the run ends: the run has ended on another rank", 1)
+        self.over = True
         try:
             replies = self._control.allgather_object((kind, body))
         except PeerError as error:
-            self.over = True
-            raise RunEndedError(str(error)) from error
-        except BaseException:
-            self.over = True
-            raise
-        differ = [(rank, reply) for rank, reply in enumerate(replies) if reply[0] != kind]
-        if differ:
-            self.over = True
-            rank, (other, said) = differ[0]
-            if other == END_OF_RUN:
+            pytest.exit(f"the run ends: {error}", 1)
+        for rank, (other, said) in enumerate(replies):
+            if other == END_OF_RUN != kind:
                 why = f": {said.why}" if said.why else ""
-                raise RunEndedError(f"rank {rank} has ended it in {kind}{why}", said.status)
-            raise RunEndedError(f"rank {rank} is at {other}, this rank at {kind}")
+                pytest.exit(f"the run ends: rank {rank} has ended it in {kind}{why}", said.status)
+            if other != kind:
+                pytest.exit(f"the run ends: rank {rank} is at {other}, this rank at {kind}", 1)
+        self.over = False
         return [said for _, said in replies]
 
     def abort(self) -> None:
         """End all processes of the job."""
         self._control.abort()
-
-    def open(self, size: int, timeout: float) -> Communicator:
-        """Return a new communicator of the first `size` ranks, on one of them."""
-        link = self.links.of(size)
-        assert link is not None, "only the first ranks run the test"
-        return communicator_over(link, timeout)
 
     def leave(self, text: str) -> list[LastStep]:
         """Begin the last step of what a next test would wait on."""

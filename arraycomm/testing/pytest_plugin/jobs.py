@@ -6,10 +6,10 @@ again: so the summary, the JUnit file, the cache and `-x` are those of one run.
 
 from __future__ import annotations
 
-import itertools
 import pickle
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from itertools import groupby
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import IO, Any, Final
@@ -18,7 +18,7 @@ import pytest
 
 from arraycomm.testing.pytest_plugin.quiet import leave_reports
 from arraycomm.testing.pytest_plugin.start import refuse_others
-from arraycomm.testing.pytest_plugin.warned import Recorded, Warned
+from arraycomm.testing.pytest_plugin.warned import Recorded
 from arraycomm_pytest import ENDED
 
 _REPORTS: Final = "reports"
@@ -33,8 +33,7 @@ class Jobs:
     def __init__(self, config: pytest.Config, launcher: Any) -> None:
         refuse_others(config)
         self._config, self._launcher = config, launcher
-        self._warned = Warned(config)
-        words = [*map(str, config.invocation_params.args)]
+        words = list(map(str, config.invocation_params.args))
         for place in config.option.file_or_dir:
             # The last that is the same: the first may be the value of an option.
             del words[len(words) - 1 - words[::-1].index(place)]
@@ -50,8 +49,9 @@ class Jobs:
         option = self._config.option
         if option.collectonly or (session.testsfailed and not option.continue_on_collection_errors):
             return None
-        for items in self._groups(session.items):
-            rest = items
+        per_test = option.mpiexec_per == "test"
+        for _, items in groupby(session.items, lambda item: item if per_test else item.path):
+            rest = list(items)
             while rest:
                 rest = self._run(session, rest)
                 if session.shouldfail:
@@ -59,11 +59,6 @@ class Jobs:
                 if session.shouldstop:
                     raise session.Interrupted(session.shouldstop)
         return True
-
-    def _groups(self, items: Sequence[pytest.Item]) -> Iterator[list[pytest.Item]]:
-        if self._config.option.mpiexec_per == "test":
-            return ([item] for item in items)
-        return (list(group) for _, group in itertools.groupby(items, lambda item: item.path))
 
     def _run(self, session: pytest.Session, items: list[pytest.Item]) -> list[pytest.Item]:
         """Run a job, and report its tests; return those that it has left for a further one."""
@@ -92,7 +87,7 @@ class Jobs:
         done = set()
         for found in _read(path):
             if isinstance(found, Recorded):
-                self._warned.repeat(found)
+                found.repeat(self._config)
                 continue
             report: Any = self._config.hook.pytest_report_from_serializable(
                 config=self._config, data=found

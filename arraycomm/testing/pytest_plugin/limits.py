@@ -6,6 +6,7 @@ the system. One long-lived thread watches: to begin one for each test takes long
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import threading
@@ -21,7 +22,7 @@ from arraycomm.testing._ranks.threads import RETRY
 _HOPELESS: Final = 1.6
 # Seconds after which a rank that waits for the others does not wait for a stuck one any more.
 _PATIENCE: Final = 10.0
-_LOOK: Final = 0.1
+_LOOK: Final = 0.02
 _SIGNAL: Final = getattr(signal, "SIGRTMAX", signal.SIGUSR2 + 3) - 3
 
 
@@ -36,88 +37,66 @@ class Limit:
         self._stuck = stuck
         self._others_stuck = others_stuck
         self._ident = threading.get_ident()
-        self._deadline: float | None = None
-        self._inside = False
-        # Whether this rank waits for the others to end the test, which it may give up.
-        self._waiting = False
+        self._deadline = math.inf
+        # Whether a phase has begun and not ended, so that it may be interrupted.
+        self.inside = False
+        # Whether this rank waits for the others to end the test, which `GaveUp` ends.
+        self.waiting = False
         self._hopeless = False
         self._wake = threading.Condition()
-        self._next = float("inf")
+        self._next = math.inf
         self._pid = os.getpid()
         signal.signal(_SIGNAL, self._arrive)
         threading.Thread(target=self._watch, name="arraycomm limit", daemon=True).start()
 
-    @property
-    def is_inside(self) -> bool:
-        """Whether a phase has begun, and not ended."""
-        return self._inside
-
     def begin(self, seconds: float) -> None:
         """Begin a phase, of which an infinite number of seconds sets no limit."""
-        self._hopeless = self._waiting = False
-        self._inside = True
-        self._deadline = None
-        if seconds == float("inf"):
-            return
-        self._deadline = deadline = time.monotonic() + seconds
-        if deadline < self._next:
+        self._hopeless = self.waiting = False
+        self.inside = True
+        self._deadline = time.monotonic() + seconds
+        if self._deadline < self._next:
             with self._wake:
                 self._wake.notify()
 
-    def end_inside(self) -> None:
-        """Interrupt the test no more."""
-        self._inside = False
-
-    def wait(self) -> None:
-        """Raise `GaveUp` from now on if the others do not end the test."""
-        self._waiting = True
-
     def end(self) -> None:
         """End the phase."""
-        self._deadline, self._waiting = None, False
+        self._deadline, self.waiting = math.inf, False
 
     def _arrive(self, number: int, frame: FrameType | None) -> None:
         __tracebackhide__ = True
-        if self._deadline is None or time.monotonic() < self._deadline:
+        if time.monotonic() < self._deadline:
             return
-        if self._inside:
+        if self.inside:
             raise Interruption
-        if self._waiting:
+        if self.waiting:
             raise GaveUp
 
     def _watch(self) -> None:
         while True:
             with self._wake:
-                deadline = self._deadline
-                self._next = float("inf") if deadline is None else deadline
-                left = None if deadline is None else deadline - time.monotonic()
-                if left is None or left > 0:
+                deadline = self._next = self._deadline
+                left = deadline - time.monotonic()
+                if left > 0:
                     # A phase that begins later ends later, unless it says otherwise.
-                    self._wake.wait(left)
+                    self._wake.wait(min(left, threading.TIMEOUT_MAX))
                     continue
             self._rescue(deadline)
-            self._sleep_while(deadline)
 
-    def _sleep_while(self, deadline: float | None) -> None:
-        while self._deadline == deadline:
-            time.sleep(_LOOK)
-
-    def _rescue(self, deadline: float | None) -> None:
+    def _rescue(self, deadline: float) -> None:
         """Interrupt the test until it ends; then wait for the others, but not for ever."""
-        assert deadline is not None
         attempt = 0.0
         while self._deadline == deadline:
             late = time.monotonic() - deadline
-            if self._inside and late > attempt:
+            if self.inside and late > attempt:
                 self._interrupt()
                 attempt += RETRY
-            if self._inside and late > _HOPELESS and not self._hopeless:
+            if self.inside and late > _HOPELESS and not self._hopeless:
                 self._hopeless = True
                 self._stuck(stack_of(self._ident))
-            if self._waiting and (self._others_stuck() or late > _PATIENCE):
+            if self.waiting and (self._others_stuck() or late > _PATIENCE):
                 self._interrupt()
                 time.sleep(RETRY)
-            time.sleep(_LOOK / 5)
+            time.sleep(_LOOK)
 
     def _interrupt(self) -> None:
         if os.getpid() == self._pid:

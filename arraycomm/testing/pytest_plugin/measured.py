@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 
-def combine_on_rank_0(config: pytest.Config, rank: int, meet: Callable[[], None]) -> None:
+def combine_on_rank_0(config: pytest.Config, rank: int, meet: Callable[[], object]) -> None:
     """Let rank 0 combine what all ranks have saved; do nothing without pytest-cov.
 
     Each rank saves a file of its own. `meet` returns when all ranks have called it. If another

@@ -13,9 +13,11 @@ import queue
 import threading
 import warnings
 from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from _pytest.fixtures import resolve_fixture_function
 from _pytest.skipping import xfailed_key
 
 from arraycomm._callsite import trim
@@ -42,10 +44,6 @@ class OnThreads:
     def __init__(self, config: pytest.Config) -> None:
         self._usual = config.getoption("ranks") or _USUAL
 
-    def parametrize(self, metafunc: pytest.Metafunc) -> None:
-        """Make a test for each number of ranks that the marker gives."""
-        counts.parametrize(metafunc)
-
     def communicator(self, request: pytest.FixtureRequest) -> Iterator[Any]:
         """Give what stands for the communicators of all ranks."""
         item = request.node
@@ -62,7 +60,7 @@ class OnThreads:
         values = {name: request.getfixturevalue(name) for name in fixturedef.argnames}
         if not any(isinstance(value, _Deferred) for value in values.values()):
             return None
-        function = _bound(fixturedef.func, request.instance)
+        function = resolve_fixture_function(fixturedef, request)
         deferred = _Deferred(lambda rank: rank.make_fixture(function, values))
         fixturedef.cached_result = (deferred, fixturedef.cache_key(request), None)
         return deferred
@@ -85,7 +83,7 @@ class OnThreads:
                 result = pyfuncitem.obj(**{name: values[name] for name in names})
             _warn_of_result(pyfuncitem.nodeid, result)
 
-        _run(made["comm"].count, body, counts.timeout_of(pyfuncitem), expected_by(pyfuncitem))
+        _run(made["comm"].count, body, counts.timeout_of(pyfuncitem), _expected_by(pyfuncitem))
         return True
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -105,13 +103,11 @@ class OnThreads:
 
 
 def _refuse_async(function: Any) -> None:
-    """Fail for an async function, which a call does not run."""
     __tracebackhide__ = True
     if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
         pytest.fail(
             "async def functions that take comm do not run on threads; call asyncio.run in the "
-            "test, or "
-            "run it under mpiexec with a plugin for async tests",
+            "test, or run it under mpiexec with a plugin for async tests",
             pytrace=False,
         )
 
@@ -122,32 +118,32 @@ def _warn_of_result(name: str, result: Any) -> None:
         warnings.warn(pytest.PytestReturnNotNoneWarning(text), stacklevel=2)
 
 
+@dataclass(eq=False)
 class _Deferred:
     """A fixture's value that each rank makes for itself."""
 
-    def __init__(self, make: Callable[[_Rank], Any], count: int = 0) -> None:
-        self.make = make
-        self.count = count
+    make: Callable[[_Rank], Any]
+    count: int = 0
 
     def __repr__(self) -> str:
         return "<one for each rank>"
 
 
+@dataclass
 class _Rank:
     """One rank of a test, and the fixtures that it has made."""
 
-    def __init__(self, comm: Communicator, stack: contextlib.ExitStack) -> None:
-        self.comm = comm
-        self._stack = stack
-        self._made: dict[int, Any] = {}
+    comm: Communicator
+    _stack: contextlib.ExitStack
+    _made: dict[_Deferred, Any] = field(default_factory=dict)
 
     def value(self, value: Any) -> Any:
         """Return a fixture's value on this rank."""
         if not isinstance(value, _Deferred):
             return value
-        if id(value) not in self._made:
-            self._made[id(value)] = value.make(self)
-        return self._made[id(value)]
+        if value not in self._made:
+            self._made[value] = value.make(self)
+        return self._made[value]
 
     def make_fixture(self, function: Callable[..., Any], values: dict[str, Any]) -> Any:
         """Call a fixture's function on this rank; what follows its `yield` runs after the test."""
@@ -157,22 +153,7 @@ class _Rank:
         return self._stack.enter_context(contextlib.contextmanager(function)(**arguments))
 
 
-def _bound(function: Any, instance: Any) -> Callable[..., Any]:
-    """Return a fixture's function as pytest calls it: as a method of the test's own instance."""
-    owner = getattr(function, "__self__", None)
-    plain: Callable[..., Any] = getattr(function, "__func__", function)
-    if instance is None or (owner is not None and not isinstance(instance, type(owner))):
-        return function  # type: ignore[no-any-return]
-    if owner is None and not _is_method(plain, instance):
-        return plain
-    return plain.__get__(instance)  # type: ignore[no-any-return]
-
-
-def _is_method(function: Any, instance: Any) -> bool:
-    return inspect.getattr_static(type(instance), function.__name__, None) is not None
-
-
-def expected_by(item: pytest.Item) -> Callable[[BaseException], bool]:
+def _expected_by(item: pytest.Item) -> Callable[[BaseException], bool]:
     """Return whether a test's mark xfail expects an error, if it names some."""
     found = item.stash.get(xfailed_key, None)
     raises: Any = None if found is None else found.raises

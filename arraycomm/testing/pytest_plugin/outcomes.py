@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,7 +66,12 @@ def outcome_of(
         report.when,
         report.outcome,
         xfail,
-        order=(_order(error), _place_in_test(error), step),
+        order=(
+            CAUSED if hasattr(error, FOUND_BY_RANK_0) else priority(error),
+            # 0 for what was interrupted, as others may have waited for it; 2 for the test's end.
+            getattr(error, "place_in_test", 1),
+            step,
+        ),
         text=_text(report, excinfo),
         crash=None if crash is None else (crash.path, crash.lineno),
         stack=_stack(item, error) if isinstance(error, CommTimeoutError) else "",
@@ -84,15 +89,6 @@ def _stack(item: pytest.Item, error: BaseException) -> str:
     files = [frame.filename for frame in frames]
     begin = files.index(str(item.path)) if str(item.path) in files else 0
     return "".join(traceback.format_list(frames[begin:][-_FRAMES:]))
-
-
-def _order(error: BaseException | None) -> int:
-    return CAUSED if hasattr(error, FOUND_BY_RANK_0) else priority(error)
-
-
-def _place_in_test(error: BaseException | None) -> int:
-    """Return 0 for what was interrupted, as others may have waited for it; 2 for the test's end."""
-    return int(getattr(error, "place_in_test", 1))
 
 
 def _text(report: pytest.TestReport, excinfo: pytest.ExceptionInfo[BaseException] | None) -> str:
@@ -125,7 +121,7 @@ def merged(
     rank: int,
     reports: Sequence[pytest.TestReport],
     everyone: Sequence[Sequence[Outcome]],
-    parts: Sequence[Sequence[Any]] = (),
+    parts: Sequence[Sequence[Any]],
 ) -> list[pytest.TestReport]:
     """Return the reports of a test, which have the same outcomes on each rank.
 
@@ -141,28 +137,20 @@ def merged(
         if not outcomes or (when == "call" and ended):
             continue
         if first is None or (ended and first.is_caused):
-            made.append(_passed(mine, when))
+            report = mine[when]
+            report.outcome, report.longrepr = "passed", None
             if when == "call" and any(parts):
-                _fail_for_parts(made[-1], len(_ranks_by_part(parts)))
+                # In pytest's words, as on the ranks whose subtests have failed.
+                count = len(_ranks_by_part(parts))
+                report.outcome = "failed"
+                report.longrepr = f"contains {count} failed subtest{'s' if count > 1 else ''}"
+            made.append(report)
             continue
         ended = True
         report = mine[when] if first.rank == rank else _loaded(config, first.report)
         _tell_rank(report, first, outcomes)
         made.append(report)
     return made
-
-
-def _passed(mine: Mapping[str | None, pytest.TestReport], when: str) -> pytest.TestReport:
-    """Return the report of a phase that has passed on the ranks that came to it."""
-    report = mine[when]
-    report.outcome, report.longrepr = "passed", None
-    return report
-
-
-def _fail_for_parts(report: pytest.TestReport, count: int) -> None:
-    """Fail a test in pytest's words, as pytest does on the ranks whose subtests have failed."""
-    report.outcome = "failed"
-    report.longrepr = f"contains {count} failed subtest{'s' if count > 1 else ''}"
 
 
 def parts_of_others(

@@ -13,7 +13,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -32,13 +31,13 @@ _LAST: Final = 20.0
 class Progress:
     """This rank's notes of what it does, and those of the others."""
 
-    def __init__(self, job: Job, exchange: Callable[[str, str], list[str]]) -> None:
+    def __init__(self, job: Job) -> None:
         self._job = job
         self._reporter: subprocess.Popen[bytes] | None = None
         # The terminal itself, also while pytest captures what a test writes.
         self._terminal = os.dup(2)
         made = tempfile.mkdtemp(prefix="arraycomm-pytest-") if job.rank == 0 else ""
-        self._directory = Path(exchange("the start", made)[0])
+        self._directory = Path(job.exchange("the start", made)[0])
         self._notes = self._reports = -1
         if job.rank in job.near:
             self._notes = os.open(self._directory / "notes", os.O_CREAT | os.O_RDWR)
@@ -76,7 +75,6 @@ class Progress:
         Without its `order` among those of the ranks, it is one that all ranks have agreed on.
         """
         if self._reports >= 0 and (order is not None or self._job.rank == 0):
-            text = str(report.longreprtext) if report.outcome == "failed" else ""
             crash = getattr(report.longrepr, "reprcrash", None)
             found = {
                 "rank": None if order is None else self._job.rank,
@@ -86,7 +84,7 @@ class Progress:
                 "outcome": report.outcome,
                 "seconds": report.duration,
                 "crash": "" if crash is None else str(crash.message),
-                "text": text,
+                "text": str(report.longreprtext) if report.outcome == "failed" else "",
             }
             os.write(self._reports, f"{json.dumps(found)}\n".encode())
 
@@ -117,8 +115,6 @@ class Progress:
 
     def stuck(self, test: str) -> tuple[list[int], str, str]:
         """Return the ranks that are stuck in a test, and what `unagreed` does."""
-        if self._notes < 0:
-            return list(stacks(self._directory)), "", ""
         return (list(stacks(self._directory)), *unagreed(self._directory, test))
 
     def end(self) -> None:

@@ -28,41 +28,38 @@ class Recorded(NamedTuple):
         """What is the same for the warning of one line on all ranks."""
         return self.category, self.filename, self.lineno
 
+    def repeat(self, config: pytest.Config, label: str = "") -> None:
+        """Record a warning of another process here."""
+        category = type(self.category, (Warning,), {})
+        message = category(f"{label}{self.text}")
+        made = warnings.WarningMessage(message, category, self.filename, self.lineno)
+        arguments: dict[str, Any] = {
+            "warning_message": made,
+            "when": "runtest",
+            "nodeid": self.nodeid,
+            "location": None,
+        }
+        config.hook.pytest_warning_recorded.call_historic(kwargs=arguments)
+
 
 class Warned:
     """The warnings of this rank, and on rank 0 those of others."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
-        self._recorded: dict[tuple[str, str, int], Recorded] = {}
+        # Those of this rank, by their places.
+        self.recorded: dict[tuple[str, str, int], Recorded] = {}
 
     def pytest_warning_recorded(
         self, warning_message: warnings.WarningMessage, nodeid: str
     ) -> None:
         """Keep a warning, one of each line."""
         made = Recorded.of(warning_message, nodeid)
-        self._recorded.setdefault(made.place, made)
-
-    def of_this_rank(self) -> list[Recorded]:
-        """Return the warnings of this rank."""
-        return list(self._recorded.values())
+        self.recorded.setdefault(made.place, made)
 
     def show(self, everyones: Sequence[Sequence[Recorded]]) -> None:
         """Record the warnings of lines that have not warned on this rank."""
         for rank, theirs in enumerate(everyones):
             for warning in theirs:
-                if warning.place not in self._recorded:
-                    self.repeat(warning, f"[rank {rank} of {len(everyones)}] ")
-
-    def repeat(self, warning: Recorded, label: str = "") -> None:
-        """Record a warning of another process here."""
-        category = type(warning.category, (Warning,), {})
-        message = category(f"{label}{warning.text}")
-        made = warnings.WarningMessage(message, category, warning.filename, warning.lineno)
-        arguments: dict[str, Any] = {
-            "warning_message": made,
-            "when": "runtest",
-            "nodeid": warning.nodeid,
-            "location": None,
-        }
-        self._config.hook.pytest_warning_recorded.call_historic(kwargs=arguments)
+                if warning.place not in self.recorded:
+                    warning.repeat(self._config, f"[rank {rank} of {len(everyones)}] ")

@@ -7,6 +7,7 @@ only if a test takes `comm`, or if an MPI launcher has started this process.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Generator, Iterator
 from importlib import import_module
 from typing import Any, Final
@@ -73,11 +74,8 @@ def pytest_load_initial_conftests() -> Generator[None, None, None]:
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the marker; take the terminal from ranks other than 0."""
+    """Register the marker."""
     config.addinivalue_line("markers", _MARKER)
-    ranks = config.stash.get(_RANKS, None)
-    if ranks is not None:
-        ranks.configured()
     _tell_parent(config, PID)
 
 
@@ -124,7 +122,8 @@ def _check_options(config: pytest.Config) -> None:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Make a test for each number of ranks that the marker gives."""
     if takes_comm(metafunc.definition):
-        _ranks_of(metafunc.config).parametrize(metafunc)
+        most = getattr(_ranks_of(metafunc.config), "size", sys.maxsize)
+        import_module(f"{_PARTS}.counts").parametrize(metafunc, most)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
