@@ -33,7 +33,6 @@ from arraycomm._together import raise_together
 from arraycomm._trees.plan import Plan
 
 if TYPE_CHECKING:
-    from arraycomm._programs.launch import launch
     from arraycomm._programs.logs import RankFilter
     from arraycomm._training.batches.data import DistributedDataContainer
     from arraycomm._training.comparison.sameness import raise_on_difference
@@ -43,6 +42,7 @@ if TYPE_CHECKING:
     from arraycomm._training.metrics import mean_metrics
     from arraycomm._training.nans import raise_on_nan
     from arraycomm._training.optimizer import DistributedOptimizer
+    from arraycomm.cli.processes.launch import launch
 
     __version__: str
 
@@ -55,7 +55,7 @@ _ON_FIRST_USE = {
     "Join": "arraycomm._training.join",
     "RankFilter": "arraycomm._programs.logs",
     "join": "arraycomm._training.join",
-    "launch": "arraycomm._programs.launch",
+    "launch": "arraycomm.cli.processes.launch",
     "mean_metrics": "arraycomm._training.metrics",
     "raise_on_difference": "arraycomm._training.comparison.sameness",
     "raise_on_nan": "arraycomm._training.nans",

@@ -23,8 +23,8 @@ from arraycomm._launch import ADDRESS, NUMBER, RANK, claimed_by, launched
 from arraycomm._launch.joining import SECRET
 from arraycomm._launch.launchers import threads_for
 from arraycomm._programs.outcomes import cloudpickle
-from arraycomm._programs.process import RAISED, RETURNED
 from arraycomm._protocol.waits.watchdog import checked_timeout
+from arraycomm.cli.processes.process import RAISED, RETURNED
 
 # Seconds that the other ranks have to end by themselves once one has failed, and those in which a
 # rank acts on SIGTERM.
@@ -165,7 +165,7 @@ class _Job:
         """Start the process of a rank."""
         numbers = (os.getpid(), rank, ranks, task.fileno(), result.fileno())
         path = f"import sys; sys.path[:] = {[str(place) for place in sys.path]}"
-        begin = f"from arraycomm._programs.process import main; main{numbers}"
+        begin = f"from arraycomm.cli.processes.process import main; main{numbers}"
         process = subprocess.Popen(
             [sys.executable, "-c", f"{path}\n{begin}"],
             stdin=subprocess.DEVNULL,
