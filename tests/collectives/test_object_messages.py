@@ -14,36 +14,9 @@ from arraycomm._transports.notes import FAILED
 from tests.support.internals import announce_exit
 from tests.support.on_ranks import each_rank_of
 
-OBJECTS = [None, {"a": [1, (2.5, "é")]}, b"x" * 70_000, np.arange(4), ValueError("text")]
-
 
 def ring(comm: Communicator) -> tuple[int, int]:
     return (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-
-
-@each_rank_of("size")
-def test_objects_arrive_in_order_among_arrays(comm: Communicator) -> None:
-    right, left = ring(comm)
-    started = [comm.isend_object(obj, right, 3) for obj in OBJECTS]
-    started.append(comm.isend(np.arange(5), right, 3))
-    started.append(comm.isend_object("last", right, 3))
-    status = ac.Status()
-    got = [comm.recv_object(left, 3, status=status) for _ in OBJECTS]
-    assert (status.source, status.tag) == (left, 3)
-    assert repr(got) == repr(OBJECTS)
-    assert comm.recv(left, 3).tolist() == list(range(5))
-    assert comm.irecv_object(ANY_SOURCE, ANY_TAG).wait() == "last"
-    ac.waitall(started)
-
-
-@each_rank_of("several")
-def test_objects_of_blocking_calls(comm: Communicator) -> None:
-    if comm.rank == 0:
-        comm.send_object({"long": b"x" * 200_000}, 1)
-        comm.send_object(1, 1, 8)
-    elif comm.rank == 1:
-        assert comm.recv_object(ANY_SOURCE) == {"long": b"x" * 200_000}
-        assert comm.recv_object(0, ANY_TAG) == 1
 
 
 @each_rank_of("size")
