@@ -363,6 +363,12 @@ def test_communicators_of_a_module_go_on_after_a_failure(tmp_path) -> None:
     assert "was never waited for" not in job.stdout + job.stderr
 
 
+def _cases(junit: Path) -> dict[str | None, list[str]]:
+    """Return what the cases of a JUnit file hold."""
+    cases = ET.parse(junit).iter("testcase")
+    return {case.get("name"): [found.tag for found in case] for case in cases}
+
+
 CRASH = """
 import os
 
@@ -395,10 +401,7 @@ def test_rank_that_dies_is_reported_with_its_test(tmp_path) -> None:
     assert "AssertionError: an ordinary failure" in job.stderr
     assert "1 passed or skipped, 1 failed, 2 not run or not ended" in job.stderr
     assert re.search(r"  \S*test_crash.py::test_never\n", job.stderr)
-    cases = {
-        case.get("name"): [found.tag for found in case] for case in ET.parse(junit).iter("testcase")
-    }
-    assert cases == {
+    assert _cases(junit) == {
         "test_fine": [],
         "test_fails": ["failure"],
         "test_crashes": ["error"],
@@ -532,17 +535,9 @@ def test_job_that_ends_takes_nothing_else_with_it(per, tmp_path) -> None:
         return
     assert "2 failed, 2 passed" in job.stdout
     assert job.stdout.count("the job ended with status 1 in this test:") == 1
-    cases = {
-        case.get("name"): [found.tag for found in case]
-        for case in ET.parse(tmp_path / "junit.xml").iter("testcase")
-    }
-    failure = ["failure"]
-    assert cases == {
-        "test_before": [],
-        "test_exits": failure,
-        "test_fails": failure,
-        "test_other": [],
-    }
+    ends = {"test_before": [], "test_exits": ["failure"]}
+    ends |= {"test_fails": ["failure"], "test_other": []}
+    assert _cases(tmp_path / "junit.xml") == ends
 
 
 WAITING = """
@@ -656,17 +651,8 @@ def test_coverage_is_that_of_all_ranks(tmp_path) -> None:
     file = tmp_path / "test_covered.py"
     options = [*ELSEWHERE, "-p", "no:cacheprovider", "-p", "no:hypothesispytest"]
     file.write_text(COVERED, encoding="utf-8")
-    command = (
-        "-m",
-        "coverage",
-        "run",
-        "--parallel-mode",
-        "--include=test_*",
-        "-m",
-        "pytest",
-        *options,
-    )
-    assert run_python(*command, file.name, ranks=2, cwd=tmp_path).returncode == 0
+    command = ["-m", "coverage", "run", "--parallel-mode", "--include=test_*", "-m", "pytest"]
+    assert run_python(*command, *options, file.name, ranks=2, cwd=tmp_path).returncode == 0
     data = coverage.Coverage(data_file=tmp_path / ".coverage")
     data.combine([str(tmp_path)])
     assert data.analysis2(str(file))[3] == []

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Generator, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
 
@@ -47,10 +47,12 @@ from arraycomm.testing.pytest_plugin.limits import GaveUp, Limit
 from arraycomm.testing.pytest_plugin.measured import combine_on_rank_0
 from arraycomm.testing.pytest_plugin.outcomes import (
     Outcome,
+    loaded,
     merged,
     outcome_of,
     parts_of_others,
     ranks_text,
+    serialized,
     show_rank,
 )
 from arraycomm.testing.pytest_plugin.progress import Progress
@@ -76,29 +78,26 @@ _ABORTED: Final = 60.0
 Phase = Generator[None, Any, Any]
 
 
+@dataclass
 class _Test:
     """The test that runs, as far as its ranks are concerned."""
 
-    def __init__(self, item: Any, size: int, link: Transport | None) -> None:
-        self.item = item
-        # The number of ranks of its communicator; 0 if it takes none.
-        self.size = size
-        # What its communicator is made over, on the ranks that run it.
-        self.link = link
-        self.timeout = counts.timeout_of(item)
-        definitions = fixtures_of(item).values() if size else ()
-        # Whether a fixture takes the communicator, which it may use at its end.
-        self.has_fixtures = any("comm" in found[-1].argnames for found in definitions)
-        self.comm: Communicator | None = None
-        self.last: LastStep | None = None
-        # The last step of the world, which a failure on this rank ends.
-        self.world: LastStep | None = None
-        self.reports: list[pytest.TestReport] = []
-        self.outcomes: list[Outcome] = []
-        # Subtests that have failed on this rank, as pytest serializes their reports.
-        self.parts: list[Any] = []
-        # Whether a wait or the test has taken too long on this rank.
-        self.is_late = False
+    item: Any
+    # The number of ranks of its communicator; 0 if it takes none.
+    size: int
+    # What its communicator is made over, on the ranks that run it.
+    link: Transport | None
+    timeout: float
+    comm: Communicator | None = None
+    last: LastStep | None = None
+    # The last step of the world, which a failure on this rank ends.
+    world: LastStep | None = None
+    reports: list[pytest.TestReport] = field(default_factory=list)
+    outcomes: list[Outcome] = field(default_factory=list)
+    # Subtests that have failed on this rank, as pytest serializes their reports.
+    parts: list[Any] = field(default_factory=list)
+    # Whether a wait or the test has taken too long on this rank.
+    is_late: bool = False
 
     def open(self) -> Communicator:
         """Make its communicator."""
@@ -185,17 +184,14 @@ class InStep:
     def pytest_sessionstart(self) -> None:
         """Begin to watch the ranks."""
         self._progress = Progress(self._job)
-        self._limit = Limit(self._progress.tell_stuck, self._progress.is_stuck)
+        self._limit = Limit(self._progress)
 
     # Collection
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         """Keep what could not be collected, for the other ranks."""
         if report.failed:
-            data = self._config.hook.pytest_report_to_serializable(
-                config=self._config, report=report
-            )
-            self._errors.setdefault(report.nodeid, data)
+            self._errors.setdefault(report.nodeid, serialized(self._config, report))
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_collection(self) -> Phase:
@@ -233,9 +229,7 @@ class InStep:
         for rank, reply in enumerate(replies):
             for nodeid, data in reply.errors.items():
                 if nodeid not in self._errors:
-                    report: Any = self._config.hook.pytest_report_from_serializable(
-                        config=self._config, data=data
-                    )
+                    report = loaded(self._config, data)
                     crash = getattr(report.longrepr, "reprcrash", None)
                     label = f"[rank {rank} of {self.size}]"
                     report.sections.append(("rank", label))
@@ -272,7 +266,7 @@ class InStep:
         link = self._job.links.of(size) if size else None
         if size and link is None:
             item.setup = item.runtest = _nothing
-        self._test = test = _Test(item, size, link)
+        self._test = test = _Test(item, size, link, counts.timeout_of(item))
         item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
         runtestprotocol(item, log=False, nextitem=nextitem)
         reports, self._test = self._agreed_reports(test), None
@@ -340,7 +334,9 @@ class InStep:
         __tracebackhide__ = True
         if test.comm is None:
             return
-        if not (is_open(test.comm) and test.has_fixtures):
+        # Fixtures that take the communicator may use it at their end.
+        fixtures = fixtures_of(test.item).values()
+        if not is_open(test.comm) or all("comm" not in f[-1].argnames for f in fixtures):
             test.end_communication(None)
             return
         try:
@@ -372,10 +368,7 @@ class InStep:
         """Keep the failure of a subtest, which pytest reports while the test still runs."""
         self._progress.report(report)
         if self._test is not None and self._limit.inside and report.failed:
-            data = self._config.hook.pytest_report_to_serializable(
-                config=self._config, report=report
-            )
-            self._test.parts.append(data)
+            self._test.parts.append(serialized(self._config, report))
 
     def _agreed_reports(self, test: _Test) -> list[pytest.TestReport]:
         """Return the reports of a test, which are the same on every rank."""

@@ -16,6 +16,7 @@ from typing import IO, Any, Final
 
 import pytest
 
+from arraycomm.testing.pytest_plugin.outcomes import loaded, serialized
 from arraycomm.testing.pytest_plugin.quiet import leave_reports
 from arraycomm.testing.pytest_plugin.start import refuse_others
 from arraycomm.testing.pytest_plugin.warned import Recorded
@@ -89,9 +90,7 @@ class Jobs:
             if isinstance(found, Recorded):
                 found.repeat(self._config)
                 continue
-            report: Any = self._config.hook.pytest_report_from_serializable(
-                config=self._config, data=found
-            )
+            report = loaded(self._config, found)
             self._config.hook.pytest_runtest_logreport(report=report)
             if report.when == "teardown":
                 done.add(report.nodeid)
@@ -127,8 +126,7 @@ class _ToParent:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Write down a report."""
-        hook = self._config.hook
-        self._write(hook.pytest_report_to_serializable(config=self._config, report=report))
+        self._write(serialized(self._config, report))
 
     def pytest_warning_recorded(
         self, warning_message: warnings.WarningMessage, nodeid: str

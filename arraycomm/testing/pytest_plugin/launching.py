@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final, NoReturn
@@ -25,7 +26,6 @@ class Launcher:
     """Starts jobs of ranks that run pytest with the arguments of this one."""
 
     def __init__(self, config: pytest.Config) -> None:
-        self._config = config
         count = config.getoption("mpiexec")
         try:
             launcher = find_launcher(os.environ)
@@ -57,7 +57,12 @@ class Launcher:
         try:
             status = job.wait()
         except KeyboardInterrupt:
-            self._interrupt(job, directory)
+            # Rank 0 ends the run, and reports what was found before.
+            with suppress(OSError, ValueError, subprocess.TimeoutExpired, KeyboardInterrupt):
+                os.kill(int((directory / PID).read_text("utf-8")), signal.SIGINT)
+                job.wait(_ENDING)
+            # Here as well, so that it is ended below if the user presses Ctrl-C once more.
+            _end(job)
             return int(pytest.ExitCode.INTERRUPTED)
         finally:
             # On SIGTERM the launcher ends its ranks; a killed launcher would leave them behind.
@@ -67,14 +72,6 @@ class Launcher:
             sys.stderr.write("\narraycomm: the ranks ended before their run of pytest was over\n")
             return int(pytest.ExitCode.TESTS_FAILED)
         return status
-
-    def _interrupt(self, job: subprocess.Popen[bytes], directory: Path) -> None:
-        """Let rank 0 end the run, and report what was found before."""
-        try:
-            os.kill(int((directory / PID).read_text("utf-8")), signal.SIGINT)
-            job.wait(_ENDING)
-        except (OSError, ValueError, subprocess.TimeoutExpired, KeyboardInterrupt):
-            _end(job)
 
 
 def _end(job: subprocess.Popen[bytes]) -> None:

@@ -11,12 +11,12 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
 from types import FrameType
 from typing import Final
 
 from arraycomm.testing._ranks.interrupt import Interruption, stack_of
 from arraycomm.testing._ranks.threads import RETRY
+from arraycomm.testing.pytest_plugin.progress import Progress
 
 # Seconds after which an interrupted test must be stuck outside Python.
 _HOPELESS: Final = 1.6
@@ -33,9 +33,8 @@ class GaveUp(BaseException):
 class Limit:
     """Watches one phase of a test after another."""
 
-    def __init__(self, stuck: Callable[[str], None], others_stuck: Callable[[], bool]) -> None:
-        self._stuck = stuck
-        self._others_stuck = others_stuck
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
         self._ident = threading.get_ident()
         self._deadline = math.inf
         # Whether a phase has begun and not ended, so that it may be interrupted.
@@ -92,8 +91,8 @@ class Limit:
                 attempt += RETRY
             if self.inside and late > _HOPELESS and not self._hopeless:
                 self._hopeless = True
-                self._stuck(stack_of(self._ident))
-            if self.waiting and (self._others_stuck() or late > _PATIENCE):
+                self._progress.tell_stuck(stack_of(self._ident))
+            if self.waiting and (self._progress.is_stuck() or late > _PATIENCE):
                 self._interrupt()
                 time.sleep(RETRY)
             time.sleep(_LOOK)

@@ -30,7 +30,6 @@ from arraycomm.testing._ranks.rank_links import Left, fault_of
 from arraycomm.testing._ranks.threads import SLACK, Events, RankThread, run_threads
 from arraycomm.testing.pytest_plugin import counts
 from arraycomm.testing.pytest_plugin.outcomes import show_rank
-from arraycomm_pytest import arguments_of
 
 # On one rank alone, ranks cannot differ.
 _USUAL = 2
@@ -73,7 +72,7 @@ class OnThreads:
         if not isinstance(made.get("comm"), _Deferred):
             return None
         _refuse_async(pyfuncitem.obj)
-        names = arguments_of(pyfuncitem)
+        names = pyfuncitem._fixtureinfo.argnames
 
         def body(comm: Communicator) -> None:
             __tracebackhide__ = True

@@ -56,7 +56,7 @@ def outcome_of(
     step: int,
 ) -> Outcome:
     """Describe how a phase ended on this rank."""
-    config, xfail = item.config, getattr(report, "wasxfail", None)
+    xfail = getattr(report, "wasxfail", None)
     if report.passed:
         return Outcome(rank, report.when, report.outcome, xfail)
     error = None if excinfo is None else excinfo.value
@@ -77,7 +77,7 @@ def outcome_of(
         stack=_stack(item, error) if isinstance(error, CommTimeoutError) else "",
         label=getattr(error, ON_RANK, ""),
         is_echo=hasattr(error, FOUND_BY_RANK_0),
-        report=config.hook.pytest_report_to_serializable(config=config, report=report),
+        report=serialized(item.config, report),
     )
 
 
@@ -147,7 +147,7 @@ def merged(
             made.append(report)
             continue
         ended = True
-        report = mine[when] if first.rank == rank else _loaded(config, first.report)
+        report = mine[when] if first.rank == rank else loaded(config, first.report)
         _tell_rank(report, first, outcomes)
         made.append(report)
     return made
@@ -160,7 +160,7 @@ def parts_of_others(
     made = []
     for found in _ranks_by_part(everyone).values():
         if rank not in found:
-            report = _loaded(config, next(iter(found.values())))
+            report = loaded(config, next(iter(found.values())))
             show_rank(report, f"[{ranks_text(list(found))} of {len(everyone)}]")
             made.append(report)
     return made
@@ -176,9 +176,14 @@ def _ranks_by_part(everyone: Sequence[Sequence[Any]]) -> dict[str, dict[int, Any
     return found
 
 
-def _loaded(config: pytest.Config, data: Any) -> pytest.TestReport:
-    made: pytest.TestReport = config.hook.pytest_report_from_serializable(config=config, data=data)
-    return made
+def serialized(config: pytest.Config, report: Any) -> Any:
+    """Return a report as it travels to another process."""
+    return config.hook.pytest_report_to_serializable(config=config, report=report)
+
+
+def loaded(config: pytest.Config, data: Any) -> Any:
+    """Return a report of another process."""
+    return config.hook.pytest_report_from_serializable(config=config, data=data)
 
 
 def _tell_rank(report: pytest.TestReport, first: Outcome, outcomes: Sequence[Outcome]) -> None:

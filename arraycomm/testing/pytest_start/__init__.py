@@ -177,12 +177,6 @@ def fixtures_of(item: Any) -> dict[str, Any]:
     return {} if info is None else dict(info.name2fixturedefs)
 
 
-def arguments_of(item: Any) -> tuple[str, ...]:
-    """Return the names of a test's own arguments."""
-    info = getattr(item, "_fixtureinfo", None)
-    return () if info is None else tuple(info.argnames)
-
-
 def _ranks_of(config: pytest.Config) -> Any:
     """Return what runs tests on ranks: threads, unless the ranks of a job have been taken up."""
     if _RANKS not in config.stash:
