@@ -13,6 +13,7 @@ from arraycomm._arrays.dlpack import _DLTensor, _Versioned
 from arraycomm._arrays.results import view_out
 from arraycomm._arrays.views import view
 from arraycomm._dtypes import BY_NAME
+from tests.support.frameworks import pointer
 
 CPU_DEVICE = (1, 0)
 
@@ -101,17 +102,13 @@ def _counts(array: Any) -> tuple[int, ...]:
     return tuple(step // array.itemsize for step in array.strides)
 
 
-def address(array: Any) -> int:
-    return array.__array_interface__["data"][0]
-
-
 @pytest.mark.parametrize("versioned", [True, False])
 def test_memory_is_read_in_place(versioned: bool) -> None:
     for name in BY_NAME:
         array = np.arange(6).astype(BY_NAME[name].dtype).reshape(2, 3)[:, ::-1]
         found = view(Producer(array, versioned=versioned))
         assert (found.dtype, found.strides) == (array.dtype, array.strides)
-        assert address(found.array) == address(array)
+        assert pointer(found.array) == pointer(array)
         assert found.array.tobytes() == array.tobytes()
         assert not found.copied
         # Without a version nobody says that it may be written.
@@ -144,12 +141,6 @@ def test_a_copy_cannot_be_a_destination() -> None:
     producer = Producer(np.ones(3), flags=2)
     with pytest.raises(BufferError, match=r"^out shows only a copy of its memory"):
         view_out(producer, (3,), np.dtype("f8"))
-
-
-def test_write_reaches_the_producer() -> None:
-    array = np.zeros(3)
-    view(Producer(array)).array[1] = 5
-    assert array.tolist() == [0, 5, 0]
 
 
 @pytest.mark.parametrize("versioned", [True, False])
@@ -245,4 +236,4 @@ def test_numpy_as_a_producer() -> None:
 
     for name in (name for name in BY_NAME if BY_NAME[name].dtype.isbuiltin == 1):
         array = np.arange(6).astype(name)
-        assert address(view(Wrapped(array)).array) == address(array)
+        assert pointer(view(Wrapped(array)).array) == pointer(array)

@@ -57,16 +57,15 @@ def misaligned(name: str = "float32") -> Any:
     return aligned(name, (100,))[1:]
 
 
-@pytest.mark.parametrize(
-    ("framework", "other", "name", "copy"),
-    pairwise((*triple, copy) for triple in TRIPLES for copy in (None, True)),
-)
-def test_round_trip_by_bits(framework: str, other: str, name: str, copy: bool | None) -> None:
-    x = make(framework, aligned(name))
-    there = exchange(x, make(other, sample(name)), copy=copy)
-    assert type(there) is type(make(other, sample(name)))
-    assert content(there) == content(x)
-    assert content(exchange(there, x, copy=copy)) == content(x)
+@pytest.mark.parametrize(("framework", "other", "name"), pairwise(TRIPLES))
+def test_round_trip_by_bits(framework: str, other: str, name: str) -> None:
+    x, like = make(framework, aligned(name)), make(other, sample(name))
+    for copy in (None, True):
+        there = exchange(x, like, copy=copy)
+        assert type(there) is type(like)
+        assert content(there) == content(x)
+        assert content(exchange(there, x, copy=copy)) == content(x)
+    assert pointer(there) != pointer(x)
 
 
 @pytest.mark.parametrize("other", FRAMEWORKS)
@@ -92,15 +91,6 @@ def test_aligned_memory_is_shared(framework: str, other: str, name: str) -> None
     there = exchange(x, other, copy=False)
     assert pointer(there) == pointer(x)
     assert pointer(exchange(x, other)) == pointer(x)
-
-
-@pytest.mark.parametrize(("framework", "other", "name"), pairwise(TRIPLES))
-def test_copy_true_shares_nothing(framework: str, other: str, name: str) -> None:
-    need(other)
-    x = make(framework, aligned(name))
-    there = exchange(x, other, copy=True)
-    assert pointer(there) != pointer(x)
-    assert content(there) == content(x)
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
@@ -238,36 +228,27 @@ def test_history_is_not_dropped() -> None:
         with pytest.raises(TypeError, match=r"^exchange: x requires gradients"):
             exchange(x, to)
     with torch.no_grad():
-        assert exchange(x, "numpy").tolist() == [1, 1, 1]
+        assert pointer(exchange(x, "numpy")) == x.data_ptr()
     # The model of a result may require them.
     assert type(exchange(np.ones(3), x)) is torch.Tensor
 
 
 @pytest.mark.parametrize(
-    ("to", "error", "words"),
+    ("x", "to", "copy", "error", "words"),
     [
-        ("tensorflow", ValueError, "to must be one of numpy, torch, jax"),
-        ("", ValueError, "to must be one of"),
-        (3.0, TypeError, "to must be the name of a framework or an array; got float"),
-        (None, TypeError, "to must be an array"),
+        (np.ones(3), "tensorflow", None, ValueError, "to must be one of numpy, torch, jax"),
+        (np.ones(3), "", None, ValueError, "to must be one of"),
+        (np.ones(3), 3.0, None, TypeError, "to must be the name of a framework or an array; got f"),
+        (np.ones(3), None, None, TypeError, "to must be an array"),
+        (np.ones(3), "cupy", None, ImportError, "to='cupy' needs cupy.*install it"),
+        (np.ones(3), "numpy", "never", ValueError, "copy must be None, True or False"),
+        ([1, 2], "numpy", None, TypeError, "x must be an array"),
     ],
 )
-def test_wrong_targets(to: Any, error: type[Exception], words: str) -> None:
-    with pytest.raises(error, match=rf"^exchange: {words}"):
-        exchange(np.ones(3), to)
-
-
-def test_a_framework_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_arguments_are_named(x: Any, to, copy, error, words, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
-    with pytest.raises(ImportError, match=r"^exchange: to='cupy' needs cupy.*install it"):
-        exchange(np.ones(3), "cupy")
-
-
-def test_wrong_copies_and_arrays() -> None:
-    with pytest.raises(ValueError, match=r"^exchange: copy must be None, True or False"):
-        exchange(np.ones(3), "numpy", copy="never")
-    with pytest.raises(TypeError, match=r"^exchange: x must be an array"):
-        exchange([1, 2], "numpy")
+    with pytest.raises(error, match=rf"^exchange: {words}"):
+        exchange(x, to, copy=copy)
 
 
 def test_the_page_of_pairs_is_current() -> None:

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import threading
 
-import ml_dtypes
 import numpy as np
 import pytest
 
@@ -86,26 +85,6 @@ def test_a_fold_in_parts_has_the_bits_of_the_whole(dtype, op) -> None:
             fold_on(op, dtype, total, before, rows, out, more=more)
             total, before = out, before + length
         assert same_result(result, whole, op)
-
-
-def test_complex_mean_of_an_infinity_keeps_its_zero_part() -> None:
-    rows = [np.array([complex(np.inf, 0)])] * 3
-    out = np.empty(1, complex)
-    fold("mean", out.dtype, rows, out)
-    assert out[0].real == np.inf
-    assert out[0].imag == 0
-
-
-def test_narrow_overflow_follows_the_format() -> None:
-    for dtype, value, want in (
-        (np.float16, 60000, np.inf),
-        (ml_dtypes.float8_e5m2, 57344, np.inf),
-        (ml_dtypes.float8_e4m3fn, 448, np.nan),
-    ):
-        rows = [np.array([value], dtype)] * 2
-        out = np.empty(1, dtype)
-        fold("sum", out.dtype, rows, out)
-        assert np.array_equal(out.astype(float), [want], equal_nan=True)
 
 
 def test_mode_is_left_as_it_was_found() -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from arraycomm._arrays.device_memory import DeviceBuffer, DeviceMemory
 from arraycomm._arrays.pinned import Staging, staged_chunks, unstaged_chunks
+from tests.support.frameworks import pointer
 
 Array = np.ndarray[Any, Any]
 
@@ -75,15 +76,7 @@ class Pins:
 
 
 def on_device(array: Array, memory: DeviceMemory) -> DeviceBuffer:
-    return DeviceBuffer(address_of(array), array.size, array.dtype, array, memory)
-
-
-def address_of(array: Array) -> int:
-    return int(array.__array_interface__["data"][0])
-
-
-def waits(mark: Any) -> None:
-    mark.come()
+    return DeviceBuffer(pointer(array), array.size, array.dtype, array, memory)
 
 
 class TestPool:
@@ -91,33 +84,33 @@ class TestPool:
         pins = Pins()
         staging = Staging(pins)
         array = staging.empty(5000)
-        address = address_of(array)
+        address = pointer(array)
         del array
-        assert address_of(staging.empty(8000)) == address
+        assert pointer(staging.empty(8000)) == address
         assert pins.sizes == [8192]
 
     def test_a_slice_keeps_the_block(self) -> None:
         staging = Staging(Pins())
         array = staging.empty(5000)
         part = array[10:20].view(np.int16).reshape(5)[1:]
-        address = address_of(array)
+        address = pointer(array)
         del array
         other = staging.empty(5000)
-        assert address_of(other) != address
+        assert pointer(other) != address
         del part
-        assert address_of(staging.empty(5000)) == address
+        assert pointer(staging.empty(5000)) == address
 
     def test_a_block_waits_for_its_mark(self) -> None:
         staging, memory = Staging(Pins()), LateMemory()
         array = staging.empty(5000)
-        address = address_of(array)
+        address = pointer(array)
         memory.copy(*[on_device(array, memory)] * 2)
         mark = memory.record()
         staging.until(array[3:], mark)
         del array
-        assert address_of(staging.empty(5000)) != address
+        assert pointer(staging.empty(5000)) != address
         mark.come()
-        taken = [address_of(a) for a in [staging.empty(5000), staging.empty(5000)]]
+        taken = [pointer(a) for a in [staging.empty(5000), staging.empty(5000)]]
         assert address in taken
 
     def test_what_is_kept_is_bounded(self) -> None:
@@ -155,7 +148,7 @@ class TestPool:
 def lifted(device_buffer: DeviceBuffer, chunk_bytes: int, staging: Staging) -> Iterator[Array]:
     """Each chunk, once its mark has come."""
     for mark, chunk in staged_chunks(device_buffer, chunk_bytes, staging):
-        waits(mark)
+        mark.come()
         yield chunk
 
 
@@ -163,7 +156,7 @@ def filled(device_buffer: DeviceBuffer, chunk_bytes: int, staging: Staging) -> I
     """Each chunk, once it may be filled."""
     for mark, chunk in unstaged_chunks(device_buffer, chunk_bytes, staging):
         if mark is not None:
-            waits(mark)
+            mark.come()
         yield chunk
 
 

@@ -6,7 +6,6 @@ import array as array_module
 import ctypes
 import gc
 import mmap
-import subprocess
 import sys
 import textwrap
 from enum import IntEnum
@@ -22,6 +21,7 @@ from arraycomm._arrays.results import commit_out, view_out
 from arraycomm._arrays.views import result_prototype, view
 from arraycomm._dtypes import BY_NAME
 from tests.support.frameworks import FRAMEWORKS, PAIRS, content, make, need, pointer, sample
+from tests.support.launcher import run_python
 from tests.support.pairwise import pairwise
 
 LAYOUTS = {
@@ -74,22 +74,6 @@ def test_strides_are_the_callers(framework: str, layout: str) -> None:
     else:
         x = make(framework, expected)
     assert view(x).strides == expected.strides
-
-
-@pytest.mark.parametrize("framework", ["numpy", "torch", "array_api_strict"])
-def test_write_reaches_the_caller(framework: str) -> None:
-    x = make(framework, sample("int32"))
-    found = view(x)
-    assert not found.readonly
-    found.array[1, 2, 3] = 42
-    assert int(x[1, 2, 3]) == 42
-
-
-@pytest.mark.parametrize("framework", ["jax", "mlx"])
-def test_immutable_arrays_are_read_only(framework: str) -> None:
-    found = view(make(framework, sample("float32")))
-    assert found.readonly
-    assert not found.array.flags.writeable
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
@@ -284,13 +268,6 @@ class TestTorch:
     def _torch(self) -> None:
         self.torch = need("torch")
 
-    def test_history_is_not_dropped(self) -> None:
-        x = self.torch.nn.Parameter(self.torch.ones(3))
-        with pytest.raises(TypeError, match=r"requires gradients, .*no_grad"):
-            view(x)
-        with self.torch.no_grad():
-            assert pointer(view(x).array) == x.data_ptr()
-
     @pytest.mark.parametrize("part", ["conj", "imag"])
     def test_lazy_signs_are_resolved(self, part: str) -> None:
         z = self.torch.tensor([1 + 2j, 3 - 4j]).conj()
@@ -437,7 +414,8 @@ class TestJax:
             with pytest.raises(error, match=said):
                 view(x)
 
-    def test_arrays_on_several_devices(self) -> None:
+    def test_arrays_on_several_devices(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
         script = """
             import jax, numpy as np
             from jax.sharding import NamedSharding, PartitionSpec as P
@@ -458,22 +436,8 @@ class TestJax:
             except TypeError as error:
                 print(error)
         """
-        found = _run(script, {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"})
-        assert "x is sharded over 2 devices" in found
-
-
-def _run(script: str, environment: dict[str, str] | None = None) -> str:
-    import os
-
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)],
-        env={**os.environ, **(environment or {})},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+        done = run_python("-c", textwrap.dedent(script))
+        assert "x is sharded over 2 devices" in done.stdout, done.stderr
 
 
 def test_no_framework_is_imported() -> None:
@@ -481,11 +445,21 @@ def test_no_framework_is_imported() -> None:
         import sys
         import arraycomm._arrays.exchange, arraycomm._arrays.results, arraycomm._arrays.views
         import numpy as np
+        from arraycomm._arrays import pinned
+        from arraycomm._cuda import arrays
+
+        class Array:
+            __cuda_array_interface__ = {
+                "shape": (3,), "typestr": "<f4", "data": (16, False), "version": 3
+            }
+
+        assert not any(map(arrays.on_cuda, (np.ones(3), 1, Array())))
         arraycomm._arrays.views.view(np.ones(3))
         arraycomm._arrays.views.view(memoryview(b"abc"))
         print({"torch", "jax", "cupy", "mlx", "array_api_strict", "mpi4py.MPI"} & set(sys.modules))
     """
-    assert _run(script).strip() == "set()"
+    done = run_python("-c", textwrap.dedent(script))
+    assert (done.returncode, done.stdout) == (0, "set()\n"), done.stderr
 
 
 def test_device_memory_without_cupy_says_so() -> None:

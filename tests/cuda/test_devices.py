@@ -146,46 +146,40 @@ def test_out_is_written_wherever_it_is(comm, any_link) -> None:
         assert np.array_equal(_host(same), call(x))
 
 
-def test_without_a_device_on_one_rank_all_are_staged(on_devices, several) -> None:
-    def check(comm: Communicator) -> None:
-        x = _values(comm, 4)
-        for _ in range(3):
-            got = comm.allreduce(_there(x) if comm.rank else x)
-            assert _is_there(got) == bool(comm.rank)
-            assert np.array_equal(_host(got), comm.allreduce(x))
-        for one in (comm, comm.dup()):
-            found = internals.devices(one)
-            assert (found.negotiated, found.link) == (True, None)
-            assert found.reason == "rank 0: no device"
-
-    with linked_devices("first none"):
-        on_devices(several, check)
+@pytest.mark.parametrize("any_link", ["first none"], indirect=True)
+@each_rank_of("several", by="on_devices")
+def test_without_a_device_on_one_rank_all_are_staged(comm, any_link) -> None:
+    x = _values(comm, 4)
+    for _ in range(3):
+        got = comm.allreduce(_there(x) if comm.rank else x)
+        assert _is_there(got) == bool(comm.rank)
+        assert np.array_equal(_host(got), comm.allreduce(x))
+    for one in (comm, comm.dup()):
+        found = internals.devices(one)
+        assert (found.negotiated, found.link) == (True, None)
+        assert found.reason == "rank 0: no device"
 
 
-@pytest.mark.parametrize("link", ["nccl", "first none"])
-def test_requests_may_begin_before_the_choice_of_a_link_or_after(on_devices, several, link) -> None:
+@pytest.mark.parametrize("any_link", ["nccl", "first none"], indirect=True)
+@each_rank_of("several", by="on_devices")
+def test_requests_may_begin_before_the_choice_of_a_link_or_after(comm, any_link) -> None:
     """Ranks whose second request begins before the first one's negotiation meet those that are through it."""
-
-    def check(comm: Communicator) -> None:
-        x = _values(comm, 5)
-        want = comm.allreduce(x), comm.allgather(x)
-        with comm.dup() as together:
-            early = comm.rank == 0
-            if not early:
-                together.barrier()
-            first = comm.iallreduce(_there(x))
-            got = [] if early else [_host(first.wait())]
-            second = comm.iallgather(_there(x))
-            if early:
-                together.barrier()
-                got = [_host(first.wait())]
-            got.append(_host(second.wait()))
+    x = _values(comm, 5)
+    want = comm.allreduce(x), comm.allgather(x)
+    with comm.dup() as together:
+        early = comm.rank == 0
+        if not early:
             together.barrier()
-        for found, right in zip(got, want, strict=True):
-            assert np.array_equal(found, right)
-
-    with linked_devices(link):
-        on_devices(several, check)
+        first = comm.iallreduce(_there(x))
+        got = [] if early else [_host(first.wait())]
+        second = comm.iallgather(_there(x))
+        if early:
+            together.barrier()
+            got = [_host(first.wait())]
+        got.append(_host(second.wait()))
+        together.barrier()
+    for found, right in zip(got, want, strict=True):
+        assert np.array_equal(found, right)
 
 
 @each_rank_of("several", by="on_devices")
@@ -204,6 +198,12 @@ def test_call_returns_before_the_others_have_come(comm, cuda) -> None:
         comm.barrier()
         together.barrier()
         assert (_host(got) == comm.size).all()
+
+
+def _let_come(comm: Communicator) -> None:
+    """End the others' wait for a message of this rank."""
+    for rank in range(1, comm.size):
+        comm.send(np.ones(1), rank)
 
 
 def _note_aborts(comm: Communicator) -> list[float]:
@@ -287,8 +287,7 @@ def test_rank_that_does_not_come_is_noticed(comm, within, cuda) -> None:
         assert aborted
     with pytest.raises(ac.CommTimeoutError, match="is missing"):
         comm.barrier()
-    for rank in range(1, comm.size):
-        together.send(np.ones(1), rank)
+    _let_come(together)
 
 
 # Over MPI other ranks would wait for the data of one that is given up.
@@ -342,12 +341,10 @@ def test_small_reductions_of_the_host_stay_short_and_meet_devices(comm, any_link
     x = np.ones(3, "float32")
     for _ in range(3):
         assert comm.allreduce(x)[0] == comm.size
-    got = comm.allreduce(_there(x) if comm.rank == 0 else x)
-    assert _host(got)[0] == comm.size
-    for _ in range(3):
-        assert comm.allreduce(x)[0] == comm.size
+    for _ in range(4):
         got = comm.allreduce(_there(x) if comm.rank == 0 else x)
         assert _host(got)[0] == comm.size
+        assert comm.allreduce(x)[0] == comm.size
 
 
 @each_rank_of("several", by="on_devices")
@@ -437,8 +434,7 @@ def test_tree_on_devices_goes_ahead_of_its_header(comm, name, cuda) -> None:
         together.recv(0)
     got = call(tree)
     if comm.rank == 0:
-        for rank in range(1, comm.size):
-            together.send(np.ones(1), rank)
+        _let_come(together)
     comm.barrier()
     want = ac.allreduce_tree(_tree(comm, ""), "sum", comm=comm)
     assert _same(got, want)
@@ -602,7 +598,4 @@ def test_what_the_device_has_finished_with_is_let_go_between_calls(comm, cuda) -
     there = weakref.ref(kept)
     del kept
     comm.allreduce(x)
-    deadline = time.monotonic() + 10
-    while there() is not None and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert there() is None
+    _wait_until(lambda: there() is None)

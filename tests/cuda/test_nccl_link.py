@@ -437,11 +437,12 @@ def test_an_opening_that_fails_at_once_says_why() -> None:
         drive(opening(nccl, 0, 2, new_name()))
 
 
-def test_abort_ends_what_is_under_way_and_happens_once() -> None:
+def test_abort_of_many_threads_ends_what_is_under_way_and_happens_once() -> None:
     link, nccl, handle = stuck()
     assert not handle.done()
-    link.abort()
-    link.abort()
+    with ThreadPoolExecutor(8) as threads:
+        for _ in range(8):
+            threads.submit(link.abort)
     link.close()
     assert nccl.calls.count("ncclCommAbort") == 1
     with pytest.raises(TransportError, match="was aborted"):
@@ -449,14 +450,6 @@ def test_abort_ends_what_is_under_way_and_happens_once() -> None:
     with pytest.raises(TransportError, match="was aborted"):
         link.bcast(link.empty(4, UINT8), 0)
     assert "was aborted" in str(link.error())
-
-
-def test_many_threads_that_abort_abort_once() -> None:
-    link, nccl, _ = stuck()
-    with ThreadPoolExecutor(8) as threads:
-        for _ in range(8):
-            threads.submit(link.abort)
-    assert nccl.calls.count("ncclCommAbort") == 1
 
 
 @pytest.mark.usefixtures("soon")

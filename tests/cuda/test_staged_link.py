@@ -18,9 +18,7 @@ from arraycomm._cuda.staged_link import HostStagedLink
 from arraycomm._transports.base import Blocks, Handle
 from tests.support import internals
 from tests.support.device import software_device
-from tests.support.on_ranks import OnRanks, each_rank_of, on_ranks, several, size, transport
-
-__all__ = ["on_ranks", "several", "size", "transport"]
+from tests.support.on_ranks import each_rank_of
 
 Array = np.ndarray[Any, Any]
 CHUNK = 1024
@@ -202,28 +200,25 @@ def test_blocks_may_lie_anywhere(comm, scale) -> None:
         assert (memory.elements(into) == 1 + 10 * root + comm.rank).all()
 
 
-def test_movement_keeps_to_the_stream_in_which_it_began(on_ranks: OnRanks, several: int) -> None:
+@each_rank_of("several")
+def test_movement_keeps_to_the_stream_in_which_it_began(comm) -> None:
     class Streams(Told):
         def copy(self, target: DeviceBuffer, source: DeviceBuffer) -> None:
-            streams.append(self.stream)
+            streams.add(self.stream)
             super().copy(target, source)
 
-    streams: list[int] = []
-
-    def check(comm: Communicator) -> None:
-        memory, kept = Streams(), Told()
-        first, other = memory.own_stream, kept.own_stream
-        link = HostStagedLink(internals.transport(comm), memory, Staging(Pins()), CHUNK).at(first)
-        handle = link.bcast(link.memory.upload(np.ones(5000, np.uint8)), 0)
-        assert link.at(other).memory.stream == other
-        internals.finish(handle)
-        assert first in streams
-        assert other not in streams
-
-    on_ranks(several, check)
+    streams: set[int] = set()
+    memory, kept = Streams(), Told()
+    first, other = memory.own_stream, kept.own_stream
+    link = HostStagedLink(internals.transport(comm), memory, Staging(Pins()), CHUNK).at(first)
+    handle = link.bcast(link.memory.upload(np.ones(5000, np.uint8)), 0)
+    assert link.at(other).memory.stream == other
+    internals.finish(handle)
+    assert streams == {first}
 
 
-def test_pinned_memory_is_kept_while_the_device_copies_from_it(on_ranks, several, cuda) -> None:
+@each_rank_of("several")
+def test_pinned_memory_is_kept_while_the_device_copies_from_it(comm, cuda) -> None:
     class Later(Told):
         """Copies nothing back before it may."""
 
@@ -236,15 +231,12 @@ def test_pinned_memory_is_kept_while_the_device_copies_from_it(on_ranks, several
                 cuda.stream(self.stream).put("hold", lambda: self.may.wait(20))
             super().copy(target, source)
 
-    def check(comm: Communicator) -> None:
-        memory, staging = Later(), Staging(Pins())
-        link = HostStagedLink(internals.transport(comm), memory, staging, CHUNK)
-        device_buffer = memory.upload(np.full(700, comm.rank + 1, np.uint8))
-        target = memory.allocate(700)
-        internals.finish(link.allreduce(device_buffer, target, "max"))
-        for _ in range(4):
-            staging.empty(4096)[...] = 0
-        memory.may.set()
-        assert (memory.elements(target) == comm.size).all()
-
-    on_ranks(several, check)
+    memory, staging = Later(), Staging(Pins())
+    link = HostStagedLink(internals.transport(comm), memory, staging, CHUNK)
+    device_buffer = memory.upload(np.full(700, comm.rank + 1, np.uint8))
+    target = memory.allocate(700)
+    internals.finish(link.allreduce(device_buffer, target, "max"))
+    for _ in range(4):
+        staging.empty(4096)[...] = 0
+    memory.may.set()
+    assert (memory.elements(target) == comm.size).all()
