@@ -321,7 +321,10 @@ class InStep:
 
     def _end_by_error(self, test: _Test, raised: BaseException) -> None:
         trim(raised)
-        if has_world() and _draws_alone(test.item):
+        function = getattr(test.item, "obj", None)
+        draws = getattr(function, "is_hypothesis_test", False)
+        # `arraycomm.testing.given` draws for all ranks, `hypothesis.given` for this one alone.
+        if has_world() and draws and not hasattr(function, "set_ranks"):
             raised.add_note(
                 "each rank has drawn examples of its own, which only a test that does not "
                 "communicate may do: arraycomm.testing.given draws for all ranks; in place of a "
@@ -478,7 +481,8 @@ class InStep:
             self._test.end_communication(RuntimeError(self._why))
             lasts = [self._test.last, self._test.world]
         else:
-            lasts = [*self._job.leave(self._why), leave_world(self._why)]
+            comms = [communicator_over(link, 1.0) for link in self._job.links.kept()]
+            lasts = [*(LastStep(comm, self._why) for comm in comms), leave_world(self._why)]
         for last in filter(None, lasts):
             last.complete(2 * _TOGETHER)
 
@@ -511,14 +515,6 @@ class InStep:
         sys.stderr.flush()
         self._progress.end()
         self._job.abort()
-
-
-def _draws_alone(item: Any) -> bool:
-    """Return whether Hypothesis draws for this rank alone, as `hypothesis.given` does."""
-    function = getattr(item, "obj", None)
-    return bool(
-        getattr(function, "is_hypothesis_test", False) and not hasattr(function, "set_ranks")
-    )
 
 
 def _nothing() -> None:

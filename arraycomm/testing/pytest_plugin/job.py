@@ -18,7 +18,6 @@ from arraycomm._errors import PeerError
 from arraycomm._launch import Launch
 from arraycomm._mpi_start import mpi_transport, refuse_other_launcher
 from arraycomm._protocol.ends.meeting import meet
-from arraycomm.testing._internals import LastStep, communicator_over
 from arraycomm.testing._ranks.rank_links import RankLinks
 from arraycomm.testing.pytest_plugin.warned import Recorded
 
@@ -81,7 +80,3 @@ class Job:
     def abort(self) -> None:
         """End all processes of the job."""
         self._control.abort()
-
-    def leave(self, text: str) -> list[LastStep]:
-        """Begin the last step of what a next test would wait on."""
-        return [LastStep(communicator_over(link, 1.0), text) for link in self.links.kept()]
