@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import math
 import os
-import signal
 import subprocess
-import sys
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
-from subprocess import PIPE
 from typing import Any
 from xml.etree import ElementTree as ET
 
@@ -27,7 +24,7 @@ from arraycomm.cli.demo import runs as demo_runs
 from arraycomm.cli.demo import verdict as demo_verdict
 from arraycomm.testing import run
 from tests.cli.faulty_demo import FAULTS, NONE, RAISES
-from tests.support.launcher import SETTINGS, needs_mpiexec, run_python
+from tests.support.launcher import needs_mpiexec, run_python
 
 MODULES = {"numpy": ["numpy"], "torch": ["torch"], "jax": ["jax", "optax"]}
 INSTALLED = [name for name, needs in MODULES.items() if all(map(find_spec, needs))]
@@ -81,24 +78,6 @@ def test_one_rank_needs_no_launcher_and_ends_well_if_no_picture_can_be_written(
     assert (status, err) == (0, ""), out + err
     assert "0.0e+00 from the run in one process" in out
     assert "could not be written: [Errno 2] No such file" in out
-
-
-@needs_digits
-@needs_mpiexec
-def test_ctrl_c_ends_the_ranks_and_says_so_in_one_line(tmp_path: Path) -> None:
-    options = ["--frameworks", "numpy", "--ranks", "2", "--epochs", "100000"]
-    command = [sys.executable, "-m", "arraycomm", "demo", *options]
-    environment = os.environ | SETTINGS
-    with subprocess.Popen(
-        command, stdout=PIPE, stderr=PIPE, text=True, env=environment, cwd=tmp_path
-    ) as demonstration:
-        assert demonstration.stdout is not None
-        for line in demonstration.stdout:
-            if line.startswith("[1/1]"):
-                break
-        demonstration.send_signal(signal.SIGINT)
-        rest, said = demonstration.communicate(timeout=60)
-    assert (demonstration.returncode, rest, said) == (130, "", "\ndemo: ended by Ctrl-C\n")
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import IO, Any
 
 import pytest
 
@@ -29,6 +31,18 @@ def bare_environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     for name in ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "OMP_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
     return monkeypatch
+
+
+@contextmanager
+def begun(program: str, **options: Any) -> Iterator[tuple[subprocess.Popen[str], IO[str]]]:
+    """Run a program on two ranks; return the job, which ends with the block, and its output."""
+    command = [sys.executable, "-m", "arraycomm", "run", "-n", "2", "-c", program]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, **options) as job:
+        try:
+            assert job.stdout is not None
+            yield job, job.stdout
+        finally:
+            job.kill()
 
 
 @needs_mpiexec
@@ -83,17 +97,12 @@ class TestRanks:
             "if rank == 0: print('a', end='', flush=True)\n"
             "wait(); print('bc'[rank])"
         )
-        command = [sys.executable, "-m", "arraycomm", "run", "-n", "2", "-c", program]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=tmp_path) as job:
-            try:
-                assert job.stdout is not None
-                said = job.stdout.read(1)
-                (tmp_path / "1").touch()
-                said += job.stdout.read(3)
-                (tmp_path / "0").touch()
-                assert said + job.stdout.read() == b"a\nc\nb\n"
-            finally:
-                job.kill()
+        with begun(program, cwd=tmp_path) as (_, out):
+            said = out.read(1)
+            (tmp_path / "1").touch()
+            said += out.read(3)
+            (tmp_path / "0").touch()
+            assert said + out.read() == "a\nc\nb\n"
 
     @pytest.mark.parametrize(
         ("failure", "status", "said"),
@@ -162,17 +171,10 @@ class TestRanks:
     def test_a_signal_ends_all_ranks_at_once(self, number: int, status: int, said: str) -> None:
         # In one piece, so that the ranks' lines do not mix.
         program = RANK + f"os.write(1, b'%d\\n' % os.getpid()); {WAITS}"
-        command = [sys.executable, "-m", "arraycomm", "run", "-n", "2", "-c", program]
-        with subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        ) as job:
-            try:
-                assert job.stdout is not None
-                ranks = [int(job.stdout.readline()) for _ in range(2)]
-                job.send_signal(number)
-                assert job.communicate(timeout=60) == ("", said)
-            finally:
-                job.kill()
+        with begun(program, stderr=subprocess.PIPE) as (job, out):
+            ranks = [int(out.readline()) for _ in range(2)]
+            job.send_signal(number)
+            assert job.communicate(timeout=60) == ("", said)
         assert job.returncode == status
         assert soon(lambda: not any(map(alive, ranks)))
 
@@ -183,29 +185,23 @@ class TestRanks:
             "for n in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)]; "
             f"os.write(1, b'%d\\n' % os.getpid()); {WAITS}"
         )
-        command = [sys.executable, "-m", "arraycomm", "run", "-n", "2", "-c", program]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as job:
-            try:
-                assert job.stdout is not None
-                ranks = [int(job.stdout.readline()) for _ in range(2)]
+        with begun(program) as (job, out):
+            ranks = [int(out.readline()) for _ in range(2)]
 
-                def all_heard(number: int) -> bool:
-                    assert job.stdout is not None
-                    lines = sorted(job.stdout.readline() for _ in range(2))
-                    return lines == [f"{rank} got {number}\n" for rank in range(2)]
+            def all_heard(number: int) -> bool:
+                lines = sorted(out.readline() for _ in range(2))
+                return lines == [f"{rank} got {number}\n" for rank in range(2)]
 
-                for number in (signal.SIGUSR1, signal.SIGUSR2):
-                    job.send_signal(number)
-                    assert all_heard(number)
-                job.send_signal(signal.SIGTSTP)
-                assert soon(lambda: all(map(stopped, [job.pid, *ranks])))
-                job.send_signal(signal.SIGCONT)
-                assert all_heard(signal.SIGCONT)
-                assert not any(map(stopped, [job.pid, *ranks]))
-                job.send_signal(signal.SIGTERM)
-                assert job.communicate(timeout=60)[0] == ""
-            finally:
-                job.kill()
+            for number in (signal.SIGUSR1, signal.SIGUSR2):
+                job.send_signal(number)
+                assert all_heard(number)
+            job.send_signal(signal.SIGTSTP)
+            assert soon(lambda: all(map(stopped, [job.pid, *ranks])))
+            job.send_signal(signal.SIGCONT)
+            assert all_heard(signal.SIGCONT)
+            assert not any(map(stopped, [job.pid, *ranks]))
+            job.send_signal(signal.SIGTERM)
+            assert job.communicate(timeout=60)[0] == ""
         assert job.returncode == 143
 
 

