@@ -8,17 +8,7 @@ import pytest
 from arraycomm._folds import fold, fold_on, total_dtype
 from arraycomm._folds.float16 import round_to_half, widen_half
 from arraycomm._folds.ieee import ieee_mode, in_ieee_mode
-from tests.support.oracle import CASES, IDS, expected, same_result, sample
-
-
-@pytest.mark.parametrize(("dtype", "op"), CASES, ids=IDS)
-def test_fold_is_in_rank_order(dtype, op) -> None:
-    for rows, count in ((1, 1), (3, 0), (9, 1), (3, 70_001)):
-        arrays = [sample(dtype, count, rank, op) for rank in range(rows)]
-        out = np.empty(count, dtype)
-        fold(op, dtype, arrays, out)
-        some = slice(0, None, 700)
-        assert same_result(out[some].copy(), expected([a[some] for a in arrays], op), op)
+from tests.support.oracle import CASES, IDS, same_result, sample
 
 
 @pytest.mark.parametrize("which", ["all", "finite"])

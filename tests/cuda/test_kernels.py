@@ -118,31 +118,21 @@ def _addresses(arrays: Sequence[Array]) -> list[int]:
     return [array.ctypes.data for array in arrays]
 
 
-def _check_fold(launcher: HostKernels, dtype, op, rows: Sequence[Array], offset: int = 0) -> None:
-    count = len(rows[0])
-    wanted = np.empty(count, dtype)
-    _folds.fold(op, dtype, rows, wanted)
-    out, whole = guarded(count, dtype, offset)
-    launcher.reduce("fold", op, dtype, _addresses(rows), [out.ctypes.data], count, 0)
-    assert same_result(out.copy(), wanted, op)
-    check_guard(out, whole)
-
-
-def _check_prefixes(
-    launcher: HostKernels, dtype, op, rows: Sequence[Array], offset: int = 0
+def _check(
+    launcher: HostKernels, kernel: str, dtype, op, rows: Sequence[Array], offset: int = 0
 ) -> None:
-    count = len(rows[0])
-    wanted = [np.empty(count, dtype) for _ in rows]
-    _folds.prefixes(op, dtype, rows, wanted)
-    outs = [guarded(count, dtype, offset) for _ in rows]
+    count, prefixes = len(rows[0]), [np.empty(len(rows[0]), dtype) for _ in rows]
+    _folds.prefixes(op, dtype, rows, prefixes)
+    wanted = prefixes[-1:] if kernel == "fold" else prefixes
+    outs = [guarded(count, dtype, offset) for _ in wanted]
     into = _addresses([out for out, _ in outs])
-    launcher.reduce("prefixes", op, dtype, _addresses(rows), into, count, 0)
+    launcher.reduce(kernel, op, dtype, _addresses(rows), into, count, 0)
     for (out, whole), want in zip(outs, wanted, strict=True):
         assert same_result(out.copy(), want, op)
         check_guard(out, whole)
 
 
-_CHECKS = pytest.mark.parametrize("check", [_check_fold, _check_prefixes], ids=["fold", "prefixes"])
+_KERNELS = pytest.mark.parametrize("kernel", ["fold", "prefixes"])
 _EACH = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 # What is carried from one launch to the next in more bits than it has.
 _CARRIED = [
@@ -156,29 +146,29 @@ def _rows(dtype, count: int, rows: int, step: int = 0) -> list[Array]:
     return [placed(values(dtype, count, k), k * step) for k in range(rows)]
 
 
-@_CHECKS
+@_KERNELS
 @_EACH
-def test_kernels_do_what_the_folds_of_the_host_do(launcher, dtype, check) -> None:
+def test_kernels_do_what_the_folds_of_the_host_do(launcher, dtype, kernel) -> None:
     """Also where memory is aligned to elements only."""
     for op in OPS[family(dtype)]:
         for count, rows in [(0, 3), (1, 4), (1000, 70), (7, 1), (7, 2), (7, 5)]:
-            check(launcher, dtype, op, _rows(dtype, count, rows))
-        check(launcher, dtype, op, _rows(dtype, 100, 3, dtype.alignment), dtype.alignment)
+            _check(launcher, kernel, dtype, op, _rows(dtype, count, rows))
+        _check(launcher, kernel, dtype, op, _rows(dtype, 100, 3, dtype.alignment), dtype.alignment)
 
 
-@_CHECKS
+@_KERNELS
 @pytest.mark.parametrize(("dtype", "op"), _CARRIED, ids=str)
-def test_more_rows_than_one_launch_takes_are_rounded_once(launcher, dtype, op, check) -> None:
-    check(launcher, dtype, op, _rows(dtype, 37, 2 * MAX_ROWS + 3))
+def test_more_rows_than_one_launch_takes_are_rounded_once(launcher, dtype, op, kernel) -> None:
+    _check(launcher, kernel, dtype, op, _rows(dtype, 37, 2 * MAX_ROWS + 3))
     assert launcher.launches == 3
 
 
-@_CHECKS
+@_KERNELS
 @pytest.mark.parametrize("dtype", ["uint8", "bfloat16", "complex128"])
 @pytest.mark.parametrize(("blocks", "threads"), [(1, 1), (3, 5)])
-def test_threads_take_what_the_grid_does_not_cover(host, dtype, check, blocks, threads) -> None:
+def test_threads_take_what_the_grid_does_not_cover(host, dtype, kernel, blocks, threads) -> None:
     few = HostKernels(host, blocks, threads)
-    check(few, np.dtype(dtype), "sum", _rows(np.dtype(dtype), 1000, 3))
+    _check(few, kernel, np.dtype(dtype), "sum", _rows(np.dtype(dtype), 1000, 3))
 
 
 @_EACH

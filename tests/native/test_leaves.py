@@ -117,34 +117,29 @@ def _place(**changes: Any) -> tuple[Any, ...]:
     return tuple({**values, **changes}.values())
 
 
-def _reduce_both(tree: Any = _TREE, parts: Any = _PARTS, **changes: Any) -> list[list[float]]:
-    """Reduce an array and a tree of it; return the results."""
-    x, sums, found = np.arange(26, dtype=_FLOAT), number_of("sum", _FLOAT), list[list[float]]()
-    held = compiled.hold(np.ndarray, [x], (_FLOAT,), ((26,),))
-    tree = tree.copy()
-    tree[:, 1] += sums
-    for reduce in (
-        lambda place: compiled.reduce_chunks(place, x.view(np.uint8), sums),
-        lambda place: held.reduce(place, tree, parts, _CHUNK, 104),
-    ):
-        place = _place(**changes)
-        assert reduce(place) == (4, 3)
-        assert (place[4] > 0).all()
-        found.append(place[2].view(_FLOAT).tolist())
-    return found
+def _summed(tree: Any) -> Any:
+    """Put the number of the fold into the chunks of a tree."""
+    return tree + np.eye(6, dtype=np.int64)[1] * number_of("sum", _FLOAT)
 
 
 def _reduce_tree(tree: Any, parts: Any, x: Any = None) -> list[float]:
     x = np.arange(26, dtype=_FLOAT) if x is None else x
     held = compiled.hold(np.ndarray, [x], (_FLOAT,), ((26,),))
-    tree = tree + np.eye(6, dtype=np.int64)[1] * number_of("sum", _FLOAT)
-    held.reduce(place := _place(), tree, parts, _CHUNK, 104)
+    held.reduce(place := _place(), _summed(tree), parts, _CHUNK, 104)
     found: list[float] = place[2].view(_FLOAT).tolist()
     return found
 
 
 def test_one_rank_gets_its_own_elements() -> None:
-    assert _reduce_both() == [list(range(26))] * 2
+    x, sums = np.arange(26, dtype=_FLOAT), number_of("sum", _FLOAT)
+    held = compiled.hold(np.ndarray, [x], (_FLOAT,), ((26,),))
+    for reduce in (
+        lambda place: compiled.reduce_chunks(place, x.view(np.uint8), sums),
+        lambda place: held.reduce(place, _summed(_TREE), _PARTS, _CHUNK, 104),
+    ):
+        assert reduce(place := _place()) == (4, 3)
+        assert (place[4] > 0).all()
+        assert place[2].view(_FLOAT).tolist() == list(range(26))
 
 
 def test_results_go_to_leaves_and_to_the_buffer_as_the_parts_say() -> None:
@@ -193,7 +188,7 @@ def test_segments_that_are_not_as_they_are_said_to_be_are_refused(changes) -> No
     with pytest.raises(ValueError, match="not as the segment has them"):
         compiled.reduce_chunks(_place(**changes), x.view(np.uint8), sums)
     with pytest.raises(ValueError, match="not as the segment has them"):
-        held.reduce(_place(**changes), _TREE + np.eye(6, dtype=int)[1] * sums, _PARTS, _CHUNK, 104)
+        held.reduce(_place(**changes), _summed(_TREE), _PARTS, _CHUNK, 104)
 
 
 def test_arrays_without_whole_elements_are_refused() -> None:

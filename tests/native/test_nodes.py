@@ -234,10 +234,14 @@ class _Rank:
         assert self.turn.locked()
         self.in_python += 1
         self.control.go_on()
+        assert self.is_over(), "the step does not end"
+
+    def is_over(self) -> bool:
+        """Return whether the step comes to its end."""
         deadline = time.monotonic() + _LIMIT
-        while not self.control.done():
-            assert time.monotonic() < deadline, "the step does not end"
+        while not (over := self.control.done()) and time.monotonic() < deadline:
             time.sleep(0)
+        return over
 
     def give_up(self, error: BaseException) -> None:
         self.settled = error
@@ -426,14 +430,7 @@ def test_python_waits_in_its_own_step_after_one_that_the_native_part_ended_late(
         first.post(0)
         assert not first.done()
         second.post(0)
-        assert all(cluster.each(_is_over))
-
-
-def _is_over(rank: _Rank) -> bool:
-    deadline = time.monotonic() + _LIMIT
-    while not (over := rank.control.done()) and time.monotonic() < deadline:
-        time.sleep(0)
-    return over
+        assert all(cluster.each(_Rank.is_over))
 
 
 def test_messages_of_many_lengths_are_prepared_anew() -> None:
