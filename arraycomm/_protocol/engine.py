@@ -59,7 +59,7 @@ class Engine:
         self.refusal = ""
         self.queue: deque[Task] = deque()
         self.outcomes = Outcomes()
-        self._messages: list[Task] = []
+        self.messages: list[Task] = []
         self.follower: Task | None = None
         self._driving = threading.Lock()
         self.progress = ProgressThread(self.advance, self._active)
@@ -75,11 +75,11 @@ class Engine:
     @property
     def idle(self) -> bool:
         """Whether nothing is outstanding."""
-        return not self.queue and not self._messages
+        return not self.queue and not self.messages
 
     def _active(self) -> list[Task]:
         """Return the programs that do not wait for another one; none if it is idle."""
-        return [*list(self.queue)[:1], *self._messages]
+        return [*list(self.queue)[:1], *self.messages]
 
     def _moved(self) -> float:
         """Return when one of the active programs began to wait for what it waits for now."""
@@ -142,7 +142,7 @@ class Engine:
         task = Task(program, watch, self.outcomes.add(site))
         # Begun here, so that messages begin in the order of the calls.
         task.step()
-        self._messages.append(task)
+        self.messages.append(task)
         return task if awaited else self._begin(task)
 
     def give_up(self, task: Task, error: BaseException) -> None:
@@ -155,7 +155,7 @@ class Engine:
 
     def give_up_all(self, error: BaseException) -> None:
         """End everything outstanding: the program that could have waited for it has failed."""
-        for task in [*self.queue, *self._messages]:
+        for task in [*self.queue, *self.messages]:
             self.give_up(task, error)
 
     def _begin(self, task: Task) -> Task:
@@ -174,14 +174,14 @@ class Engine:
             return
         # An interrupt right after an acquire() that succeeded would leave the lock held for ever.
         with self._driving:
-            for message in [task for task in self._messages if self._advance(task, polls)]:
-                self._messages.remove(message)
+            for message in [task for task in self.messages if self._advance(task, polls)]:
+                self.messages.remove(message)
             while self.queue and self._advance(self.queue[0], polls):
                 self.queue.popleft()
 
     def drain(self) -> None:
         """Wait for everything outstanding."""
-        for task in [*self.queue, *self._messages]:
+        for task in [*self.queue, *self.messages]:
             self.wait_for(partial(self._pushed, task), lambda waited: None)
 
     def _absent(self, handle: Handle | None) -> bool:

@@ -148,7 +148,7 @@ def take_up_rest(comm: Communicator) -> bool:
 
 def _take_up_rest(group: Group) -> bool:
     engine, mpi_comm = group.engine, group.transport.mpi_comm
-    handles = [task.waiting for task in engine._messages] + [engine.interrupted]
+    handles = [task.waiting for task in engine.messages] + [engine.interrupted]
     # A receive of the user's, and then that of MPI, if it has begun.
     handles = [getattr(handle, "_handle", handle) for handle in handles]
     engine.give_up_all(CommunicatorClosedError("the test is over"))

@@ -118,8 +118,12 @@ def _write_junit(path: Path, tests: list[dict[str, Any]]) -> None:
         seconds = f"{test['seconds']:.3f}"
         case = ET.SubElement(suite, "testcase", classname=where, name=name, time=seconds)
         if test["outcome"] in kinds:
-            found = ET.SubElement(case, kinds[test["outcome"]], message=test["crash"])
-            found.text = "".join(c for c in test["text"] if c.isprintable() or c in "\n\t")
+            # XML has no control characters.
+            message, text = (
+                "".join(c for c in test[key] if c.isprintable() or c in "\n\t")
+                for key in ("crash", "text")
+            )
+            ET.SubElement(case, kinds[test["outcome"]], message=message).text = text
     for count, kind in (("failures", "failure"), ("errors", "error"), ("skipped", "skipped")):
         suite.set(count, str(len(suite.findall(f"testcase/{kind}"))))
     path.parent.mkdir(parents=True, exist_ok=True)
