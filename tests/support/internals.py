@@ -274,7 +274,7 @@ def has_unseen_error(comm: Member) -> bool:
 
 def waits_for_no_message(comm: Member) -> bool:
     """Return whether no message is outstanding that could still take what a peer sends."""
-    return engine(comm).idle or all(task.finished for task in engine(comm)._messages)
+    return engine(comm).idle or all(task.finished for task in engine(comm).messages)
 
 
 def forbid_progress_thread(comm: Member) -> None:

@@ -25,7 +25,7 @@ WAITS = (
 LIMITS = {
     "files of a first call of 8 bytes": 21,
     "files of a first call of 64 MB": 27,
-    "lines of these": 5_330,
+    "lines of these": 5_170,
     "files of a repeated call of 64 MB": 11,
 }
 
