@@ -106,21 +106,16 @@ def judge(
     return _Judge(program, traces, waits, own_job, tells_return).verdict()
 
 
+@dataclass
 class _Judge:
-    def __init__(
-        self,
-        program: Program,
-        traces: list[Trace],
-        waits: set[int],
-        own_job: bool,
-        tells_return: bool,
-    ) -> None:
-        self._program = program
-        self._traces = traces
-        self._stuck = waits
-        self._own_job = own_job
-        self._tells_return = tells_return
-        self._ends = [self._end(rank) for rank in range(program.size)]
+    _program: Program
+    _traces: list[Trace]
+    _stuck: set[int]
+    _own_job: bool
+    _tells_return: bool
+
+    def __post_init__(self) -> None:
+        self._ends = [self._end(rank) for rank in range(self._program.size)]
         self._wrong: list[str] = []
 
     def verdict(self) -> Verdict:

@@ -91,19 +91,10 @@ def play_together(
 
 def play_alone(seed: int, kinds: tuple[str, ...], python: Path, control: str = "shared") -> Verdict:
     """Run a program in a job of its own, in which nobody handles an error."""
-    program = draw(seed, kinds)
     with tempfile.TemporaryDirectory() as name:
-        folder, began = Path(name), time.monotonic()
-        arguments = [*_arguments([seed], kinds, control), "--alone", name]
-        disturb = _disturbance(program, folder)
-        job = launch(python, program.size, JOB_LIMIT, arguments, disturb)
-        told = [_told(folder / str(rank)) for rank in range(program.size)]
-    traces = [_trace(lines) for lines in told]
-    verdict = judge(program, traces, stuck(program), own_job=True)
+        verdict, job, traces = _in_a_job(seed, kinds, python, control, Path(name))
     verdict.part = "alone"
-    verdict.seconds = job.ended - max((trace.began for trace in traces), default=began)
-    _count(job, verdict)
-    _judge_job(program, job, verdict, traces, _hides_status(python.with_name("mpiexec")))
+    _judge_job(verdict.program, job, verdict, traces, _hides_status(python.with_name("mpiexec")))
     return verdict
 
 
@@ -111,25 +102,37 @@ def play_handled(
     seed: int, kinds: tuple[str, ...], python: Path, control: str = "shared"
 ) -> Verdict:
     """Run a program in a job of its own, in which all errors are handled and one rank works on after that."""
-    program = draw(seed, kinds)
     with tempfile.TemporaryDirectory() as name:
-        folder, began = Path(name), time.monotonic()
-        arguments = [*_arguments([seed], kinds, control), "--alone", name, "--handles"]
-        job = launch(python, program.size, JOB_LIMIT, arguments)
-        traces = [_trace(_told(folder / str(rank))) for rank in range(program.size)]
+        verdict, job, _ = _in_a_job(seed, kinds, python, control, Path(name), handles=True)
         done = [
-            path.read_text() for way in ("left", "registered") for path in folder.glob(f"{way}-*")
+            p.read_text() for way in ("left", "registered") for p in Path(name).glob(f"{way}-*")
         ]
-    verdict = judge(program, traces, stuck(program), tells_return=True)
     verdict.part = "handled"
-    verdict.seconds = job.ended - max((trace.began for trace in traces), default=began)
-    _count(job, verdict)
     # A request that has failed, and that nobody has waited for, was not handled.
     if (job.status == 0) == ("nobody waited for it" in job.err):
         verdict.wrong.append(f"the job's status is {job.status}: {job.err[-1500:]}")
-    if done != ["done"] * 2 * program.size:
+    if done != ["done"] * 2 * verdict.program.size:
         verdict.wrong.append(f"at their ends the ranks have written {done}")
     return verdict
+
+
+def _in_a_job(
+    seed: int,
+    kinds: tuple[str, ...],
+    python: Path,
+    control: str,
+    folder: Path,
+    handles: bool = False,
+) -> tuple[Verdict, Job, list[Trace]]:
+    program, began = draw(seed, kinds), time.monotonic()
+    arguments = [*_arguments([seed], kinds, control), "--alone", str(folder)]
+    arguments += ["--handles"] * handles
+    job = launch(python, program.size, JOB_LIMIT, arguments, _disturbance(program, folder))
+    traces = [_trace(_told(folder / str(rank))) for rank in range(program.size)]
+    verdict = judge(program, traces, stuck(program), own_job=not handles)
+    verdict.seconds = job.ended - max((trace.began for trace in traces), default=began)
+    _count(job, verdict)
+    return verdict, job, traces
 
 
 def _arguments(seeds: Sequence[int], kinds: tuple[str, ...], control: str) -> list[str]:

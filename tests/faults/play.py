@@ -97,12 +97,14 @@ def play(world: Communicator, program: Program, trace: Trace, rest: Callable[[],
                 continue
             trace.begin(place)
             _act(player, trace, place, action)
-        player.finish()
+        # What may still come to this rank.
+        player.signals.wait()
     except BaseException as error:
         trace.end("error", error)
         raise
     finally:
-        player.close()
+        # No process is left behind.
+        player.signals.close()
     trace.finish()
 
 
@@ -136,7 +138,7 @@ class _Player:
         self._comms: dict[int, Communicator] = {0: world}
         self._optimizers: dict[int, optimizers.Optimizer] = {}
         self._requests: dict[int, Request] = {}
-        self._signals = disturbances.Signals()
+        self.signals = disturbances.Signals()
 
     def act(self, place: int, action: Action) -> str:
         """Do an action; return what is wrong with its result, or an empty string."""
@@ -168,21 +170,13 @@ class _Player:
             return action.request not in self._requests
         return action.comm not in self._comms
 
-    def finish(self) -> None:
-        """Wait for what may still come to this rank."""
-        self._signals.wait()
-
-    def close(self) -> None:
-        """Leave no process behind."""
-        self._signals.close()
-
     def _disturb(self, action: Action) -> str:
         if action.kind == "slow":
             time.sleep(LATE if action.how % 6 == 0 else 0.02)
         elif action.kind == "stop":
-            self._signals.stop(action.how)
+            self.signals.stop(action.how)
         elif action.kind == "sigint":
-            self._signals.interrupt(action.how)
+            self.signals.interrupt(action.how)
         elif action.kind == "suspend":
             # Meanwhile the launcher of the program stops all its ranks.
             time.sleep(0.3)
@@ -308,9 +302,6 @@ def _keywords(call: Call, comm: Communicator) -> dict[str, Any]:
         found["out"] = np.empty((7, 7, 7), DTYPES[call.dtype])
     if call.wrong == "out frozen":
         zero = np.zeros((), DTYPES[call.dtype])
-        found["out"] = np.broadcast_to(zero, _out_shape(call, comm))
+        rows = [comm.size] * (call.operation in ("allgather", "alltoall"))
+        found["out"] = np.broadcast_to(zero, (*rows, *call.shape))
     return found
-
-
-def _out_shape(call: Call, comm: Communicator) -> tuple[int, ...]:
-    return (comm.size, *call.shape) if call.operation in ("allgather", "alltoall") else call.shape

@@ -190,11 +190,6 @@ def describe(action: Action) -> str:
         for name, value in vars(action).items()
         if name not in ("kind", "call") and value not in (-1, None)
     }
-    call = "" if action.call is None else f" {_call_text(action.call)}"
-    return f"{action.kind}{call} {shown}"
-
-
-def _call_text(call: Call) -> str:
-    return " ".join(
-        f"{name}={value}" for name, value in vars(call).items() if value not in ("", -1)
-    )
+    call = {} if action.call is None else vars(action.call)
+    words = [f"{name}={value}" for name, value in call.items() if value not in ("", -1)]
+    return " ".join([action.kind, *words, str(shown)])

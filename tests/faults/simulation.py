@@ -31,18 +31,12 @@ class _Simulation:
     def run(self) -> set[int]:
         while any(self._advance(rank) for rank in range(self._program.size)):
             pass
+        # Who sleeps waits for nobody.
         return {
             rank
-            for rank, place in enumerate(self._place)
-            if rank not in self._left and place < len(self._program.actions[rank])
-        } - self._asleep()
-
-    def _asleep(self) -> set[int]:
-        actions = self._program.actions
-        return {
-            rank
-            for rank, place in enumerate(self._place)
-            if place < len(actions[rank]) and actions[rank][place].kind == "sleep"
+            for rank, actions in enumerate(self._program.actions)
+            if rank not in self._left
+            and any(action.kind != "sleep" for action in actions[self._place[rank] :][:1])
         }
 
     def _advance(self, rank: int) -> bool:
