@@ -78,17 +78,10 @@ def _rows(events: list[Event]) -> dict[tuple[int, int], list[Event]]:
 
 def _check_names(events: list[Event], slices: dict[tuple[int, int], list[Event]]) -> None:
     """Each process that has slices has one name, and so has each of its rows."""
-    for name, wanted in (
-        ("process_name", [pid for pid, _ in slices]),
-        ("thread_name", list(slices)),
-    ):
-        found = [
-            event["pid"] if name == "process_name" else (event["pid"], event["tid"])
-            for event in events
-            if event["name"] == name
-        ]
+    for name, parts in (("process_name", 1), ("thread_name", 2)):
+        found = [(e["pid"], e["tid"])[:parts] for e in events if e["name"] == name]
         assert len(found) == len(set(found))
-        assert set(wanted) <= set(found)
+        assert {row[:parts] for row in slices} <= set(found)
 
 
 def _check_nesting(row: list[Event]) -> None:

@@ -16,10 +16,9 @@ US = 1000
 def record(kind: str, started: int, ended: int, **values: Any) -> Record:
     """Return a record with times in microseconds."""
     operation = {CALL: "allreduce", REQUEST: "allreduce"}.get(kind, kind.removeprefix("i"))
-    times = {"posted": 0, "agreed": 0}
     facts = {"step": 1, "nbytes": 8, "algorithm": "header", "site": "train.py:7", "error": ""}
     facts |= values
-    times = {name: US * facts.pop(name, 0) for name in times}
+    times = {name: US * facts.pop(name, 0) for name in ("posted", "agreed")}
     return Record(
         operation, kind, operation, 0, started=US * started, ended=US * ended, **times, **facts
     )
@@ -28,20 +27,11 @@ def record(kind: str, started: int, ended: int, **values: Any) -> Record:
 def trace_of(*ranks: list[Record], offsets: tuple[int, ...] = ()) -> dict[str, Any]:
     size = len(ranks)
     groups = [("world", list(range(size)))]
-    made = timelines.timeline(
-        [
-            Part(
-                rank,
-                size,
-                "node",
-                "run",
-                [Clock(0, US * offsets[rank], 1)] if offsets else [],
-                groups,
-                records,
-            )
-            for rank, records in enumerate(ranks)
-        ]
-    )
+    parts = []
+    for rank, records in enumerate(ranks):
+        clocks = [Clock(0, US * offsets[rank], 1)] if offsets else []
+        parts.append(Part(rank, size, "node", "run", clocks, groups, records))
+    made = timelines.timeline(parts)
     check_format(made)
     return made
 
