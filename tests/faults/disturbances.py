@@ -36,7 +36,8 @@ def disturbed(wrong: str) -> Iterator[None]:
     if wrong == "memory":
         # What is free in the process goes back first.
         ctypes.CDLL(None).malloc_trim(0)
-        with _limit(resource.RLIMIT_AS, _mapped()):
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        with _limit(resource.RLIMIT_AS, pages * resource.getpagesize()):
             yield
     elif wrong == "files":
         with _limit(resource.RLIMIT_FSIZE, 0):
@@ -53,11 +54,6 @@ def _limit(what: int, value: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(what, (soft, hard))
-
-
-def _mapped() -> int:
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    return pages * resource.getpagesize()
 
 
 def fork(comms: Sequence[Communicator], how: int) -> str | None:

@@ -37,9 +37,7 @@ def right_result(calls: list[Call], rank: int) -> Any:
     if call.operation == "barrier":
         return None
     if call.root >= 0:
-        if call.operation == "reduce" and rank != call.root:
-            return None
-        if call.operation.startswith("gather") and rank != call.root:
+        if call.operation.startswith(("reduce", "gather")) and rank != call.root:
             return None
         if call.operation in ("bcast", "scatter", "bcast_object"):
             sent = argument(calls[call.root], call.root, size)

@@ -177,12 +177,9 @@ class _Player:
             self.signals.stop(action.how)
         elif action.kind == "sigint":
             self.signals.interrupt(action.how)
-        elif action.kind == "suspend":
-            # Meanwhile the launcher of the program stops all its ranks.
-            time.sleep(0.3)
-        elif action.kind == "launcher":
-            # Meanwhile its launcher is killed.
-            time.sleep(3)
+        elif action.kind in ("suspend", "launcher"):
+            # Meanwhile the launcher of the program stops all its ranks, or is killed.
+            time.sleep(0.3 if action.kind == "suspend" else 3)
         elif action.kind == "fork":
             wrong = disturbances.fork(list(self._comms.values()), action.how)
             if wrong is None:

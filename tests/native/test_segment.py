@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import product, repeat
 from typing import Any, NamedTuple
 
@@ -182,22 +182,18 @@ def test_ranks_measure_which_copies_are_quicker(monkeypatch: pytest.MonkeyPatch)
     run(2, check)
 
 
-def _try(ways: Iterator[Any], past: float, through: float) -> None:
-    """Go through a trial in which the chunks take these seconds, and the first of each way longer."""
-    for number in range(2 * segment._TRIED):
-        streams, seconds = next(ways)
-        assert streams == (number < segment._TRIED)
-        seconds += [(past if streams else through) + (number % segment._TRIED == 0), 0.5]
-    assert next(ways)[1] is None
-
-
 def test_what_was_quicker_in_a_trial_holds_until_the_next() -> None:
     copies = segment._Copies()
     ways = copies.ways()
     # Memory is new then.
     assert [next(ways) for _ in range(segment.ROWS)] == [(True, None)] * segment.ROWS
     for past, through in [(2.0, 1.0), (1.0, 2.0), (2.0, 1.0)]:
-        _try(ways, past, through)
+        # A trial in which the first chunk of each way takes longer.
+        for number in range(2 * segment._TRIED):
+            streams, seconds = next(ways)
+            assert streams == (number < segment._TRIED)
+            seconds += [(past if streams else through) + (number % segment._TRIED == 0), 0.5]
+        assert next(ways)[1] is None
         # A call may end at any chunk.
         ways = copies.ways()
         for _ in range(segment._BETWEEN_TRIALS):
