@@ -308,6 +308,7 @@ ARRAYS: Final = (
         "        pass",
         ("out_gets_the_result_and_its_neighbours_nothing",),
         frameworks=True,
+        compiled=True,
     ),
     Fault(
         "layout of out ignored: "
@@ -319,12 +320,14 @@ ARRAYS: Final = (
         ("moved_data_fills_any_out",),
     ),
     Fault(
-        "result is the argument: from the second call on, NumPy's arrays are reduced in place",
+        "result is the argument: from the second call on, torch's tensors are reduced in place",
         _FAST,
-        "                out = allocate(self._shape, self._dtype)\n            elif (",
-        "                out = x if x.flags.carray else allocate(self._shape, self._dtype)\n"
-        "            elif (",
-        ("results_are_nobody_elses",),
+        "        target = allocate_like(self._shape, self._dtype, source)\n"
+        "        if not self._reduce(source.array, target):",
+        "        target = source.array\n        if not self._reduce(source.array, target):",
+        ("results_are_nobody_elses", "input_is_not_modified"),
+        frameworks=True,
+        compiled=True,
     ),
     Fault(
         "argument in place: a rank that scatters or exchanges rows writes into its own",

@@ -29,6 +29,8 @@ class Fault:
         Whether arrays of torch and JAX are drawn as well, not only NumPy's.
     hangs : bool
         Whether ranks wait for one another for ever.
+    compiled : bool
+        Whether it is in what runs only beside the native part.
     """
 
     says: str
@@ -39,6 +41,7 @@ class Fault:
     run: str = "threads"
     frameworks: bool = False
     hangs: bool = False
+    compiled: bool = False
 
     @property
     def name(self) -> str:
@@ -52,8 +55,8 @@ class Fault:
 
     @property
     def native(self) -> bool:
-        """Whether it is in C."""
-        return self.file.endswith(".c")
+        """Whether it needs the native part."""
+        return self.compiled or self.file.endswith(".c")
 
     def source(self, root: Path) -> Path:
         """Return the file in a checkout."""
