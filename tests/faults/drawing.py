@@ -49,6 +49,7 @@ class _Draft:
         self.open = [0]
         self.quiet: set[int] = set()
         self.optimizers: dict[int, str] = {}
+        self.parents: dict[int, int] = {}
         # Those on which a request is never waited for.
         self.unawaited: list[int] = []
         self.number = 0
@@ -83,7 +84,7 @@ class _Draft:
         call = Call(kind, self.next_number())
         if kind == "optimizer":
             call = replace(call, setting=draw_optimizer(random))
-            self.optimizers[made] = call.setting
+            self.optimizers[made], self.parents[made] = call.setting, parent
         else:
             self.open.append(made)
             self.quiet.add(made)
@@ -101,6 +102,9 @@ class _Draft:
             comm = self.random.choice(sorted(self.quiet))
             self.quiet.discard(comm)
             self.open.remove(comm)
+            # Its optimizers end with it.
+            for made in [each for each in self.optimizers if self.parents[each] == comm]:
+                del self.optimizers[made]
             self.everywhere(comm, Call("free", self.next_number()))
 
     def update(self) -> None:
