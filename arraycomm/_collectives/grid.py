@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import compress
 from typing import Any
 
@@ -113,9 +113,13 @@ class GridCalls(ProcessBound):
 
 def _checked(dims: Any, periods: Any, size: int) -> Layout:
     """Return the ranks along each dimension, with those that are 0 chosen, and what is periodic."""
-    wanted = [0] * dims if isinstance(dims, int) else [operator.index(n) for n in dims]
-    periods = bool(periods) if periods is None else periods
-    around = [periods] * len(wanted) if isinstance(periods, bool) else list(periods)
+    try:
+        each = dims if isinstance(dims, Iterable) else [0] * operator.index(dims)
+        wanted = [operator.index(n) for n in each]
+    except TypeError:
+        raise TypeError(f"dims must be an integer or several; got {dims!r}") from None
+    periods = False if periods is None else periods
+    around = list(periods) if isinstance(periods, Iterable) else [periods] * len(wanted)
     if len(around) != len(wanted) or not all(isinstance(p, bool | np.bool_) for p in around):
         raise ValueError(f"periods must be a bool for each of {len(wanted)} dims; got {periods!r}")
     fixed = math.prod(n for n in wanted if n)

@@ -15,9 +15,9 @@ from tests.support.on_ranks import each_rank_of
 @each_rank_of("size")
 def test_numbers_of_ranks_are_chosen_and_neighbors_are_named_once(comm: Communicator) -> None:
     n = comm.size
-    for dims in (1, 2, 3, (0, 1), (n, 0), (1, n, 1)):
-        grid = comm.grid(dims, periods=True)
-        assert len(grid.dims) == (dims if isinstance(dims, int) else len(dims))
+    for dims in (1, np.int64(2), 3, (0, 1), np.array([n, 0]), (1, n, 1)):
+        grid = comm.grid(dims, periods=np.True_)
+        assert len(grid.dims) == (np.size(dims) if np.ndim(dims) else dims)
         assert math.prod(grid.dims) == n
         grid.free()
     assert comm.grid(2).dims == {1: (1, 1), 2: (2, 1), 3: (3, 1), 4: (2, 2)}[n]
@@ -31,12 +31,14 @@ def test_wrong_grids_are_errors_on_every_rank(comm: Communicator) -> None:
     for dims, periods, said in (
         ((comm.size + 1,), False, f"grid: dims must be numbers whose product is {comm.size}, or 0"),
         ((-1,), False, "grid: dims must be numbers whose product"),
+        ("a", False, "grid: dims must be an integer or several; got 'a'"),
         (1, (True, False), "grid: periods must be a bool for each of 1 dims"),
     ):
-        with pytest.raises(ValueError, match=said):
+        kind = TypeError if "several" in said else ValueError
+        with pytest.raises(kind, match=said):
             comm.grid(dims, periods)
         # That of one rank is told to the others.
-        with pytest.raises(ac.PeerError if comm.rank else ValueError, match=said):
+        with pytest.raises(ac.PeerError if comm.rank else kind, match=said):
             comm.grid(1 if comm.rank else dims, False if comm.rank else periods)
     grid = comm.grid(1)
     with pytest.raises(ac.PeerError if comm.rank else ValueError, match="sub: keep must be a bool"):
