@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import operator
 import sys
 from collections.abc import Iterable
 from datetime import datetime
 from typing import Any, NamedTuple
 
+from arraycomm._calls.arguments import check_several
 from arraycomm._calls.operation import Context
 from arraycomm._collectives.objects import AllgatherObject
 from arraycomm._communicator import Communicator, runner_of
@@ -56,10 +56,7 @@ class _Line(NamedTuple):
 
 
 def _checked(ranks: int | Iterable[int], size: int) -> list[int]:
-    try:
-        chosen = [operator.index(r) for r in (ranks if isinstance(ranks, Iterable) else [ranks])]
-    except TypeError:
-        raise TypeError(f"ranks must be a rank or several; got {ranks!r}") from None
+    chosen = check_several(ranks, "ranks must be a rank or several")
     if not all(0 <= rank < size for rank in chosen):
         raise ValueError(f"ranks must be ranks from 0 to {size - 1}; got {ranks!r}")
     return chosen

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from itertools import chain
 from typing import Any, Final, TypeVar
@@ -14,6 +13,7 @@ from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import default_collate
 
 import arraycomm as ac
+from arraycomm._calls.arguments import check_at_least
 
 _Rows = TypeVar("_Rows", torch.Tensor, np.ndarray[Any, Any])
 
@@ -103,7 +103,7 @@ class DataLoader:
             if name in options:
                 raise TypeError(f"DataLoader: {name} is not an option here: {remedy}")
         self.container, self._pad = container, pad
-        self.batch_size = _positive(batch_size)
+        self.batch_size = check_at_least(batch_size, 1, "DataLoader: batch_size")
         self._batches = _Batches()
         self._loader: TorchLoader[Any] = TorchLoader(
             # Torch asks for no more than an item by its index.
@@ -230,13 +230,3 @@ def _not_cut(path: str, value: Any) -> TypeError:
         f"{type(value).__name__} that does not. Return such, or pass "
         'uneven="pad" or "drop" to DistributedDataContainer'
     )
-
-
-def _positive(batch_size: Any) -> int:
-    try:
-        number = operator.index(batch_size)
-    except TypeError:
-        raise TypeError(f"DataLoader: batch_size must be an integer; got {batch_size!r}") from None
-    if number < 1:
-        raise ValueError(f"DataLoader: batch_size must be at least 1; got {number}")
-    return number

@@ -5,7 +5,34 @@ from __future__ import annotations
 import operator
 from typing import Any
 
+import numpy as np
+
 from arraycomm._arrays.buffer import BufferView
+
+
+def check_integer(value: Any, wanted: str) -> int:
+    """Return a value as an integer, or raise an error that begins with what is wanted."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{wanted}; got {value!r}") from None
+
+
+def check_at_least(value: Any, least: int, name: str, most: int | None = None) -> int:
+    """Return an integer within limits, or raise."""
+    number = check_integer(value, f"{name} must be an integer")
+    if number < least or (most is not None and number > most):
+        limits = f"at least {least}" if most is None else f"{least} to {most}"
+        raise ValueError(f"{name} must be {limits}; got {number}")
+    return number
+
+
+def check_several(value: Any, wanted: str) -> list[int]:
+    """Return an integer, or several, as integers, or raise; see `check_integer`."""
+    try:
+        return list(map(operator.index, value if np.iterable(value) else [value]))
+    except TypeError:
+        raise TypeError(f"{wanted}; got {value!r}") from None
 
 
 def check_counts(counts: Any, size: int, rows: int) -> list[int]:
@@ -59,10 +86,7 @@ def check_root(root: Any, size: int) -> int:
 
 def check_rank(rank: Any, size: int, name: str, wanted: str = "a rank") -> int:
     """Return an argument that names a rank, or raise."""
-    try:
-        found = operator.index(rank)
-    except TypeError:
-        raise TypeError(f"{name} must be {wanted}; got {rank!r}") from None
+    found = check_integer(rank, f"{name} must be {wanted}")
     if not 0 <= found < size:
         raise ValueError(f"{name} must be a rank of the communicator, 0 to {size - 1}; got {rank}")
     return found

@@ -11,7 +11,6 @@ from __future__ import annotations
 import ctypes
 import math
 import mmap
-import operator
 from typing import Any, Final, NamedTuple
 from weakref import finalize
 
@@ -21,6 +20,7 @@ from arraycomm._arrays.buffer import CPU, Array, BufferView, allocate
 from arraycomm._arrays.frameworks import BY_NAME as FRAMEWORKS
 from arraycomm._arrays.results import to_framework
 from arraycomm._arrays.views import result_prototype
+from arraycomm._calls.arguments import check_several
 from arraycomm._calls.operation import Context, Operation
 from arraycomm._calls.runner import Runner
 from arraycomm._dtypes import BY_NAME, DType, check_movable
@@ -234,12 +234,7 @@ class MakesSharedArrays:
 
 
 def _checked_shape(shape: Any) -> tuple[int, ...]:
-    try:
-        found = tuple(map(operator.index, shape if np.iterable(shape) else (shape,)))
-    except TypeError:
-        raise TypeError(
-            f"shape must be an integer, or a tuple of integers; got {shape!r}"
-        ) from None
+    found = tuple(check_several(shape, "shape must be an integer, or a tuple of integers"))
     if min(found, default=0) < 0:
         raise ValueError(f"shape must not be negative; got {shape!r}")
     return found

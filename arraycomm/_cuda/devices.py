@@ -291,7 +291,7 @@ class Devices(Placements):
         group = self._group
         # Only the calling thread may use MPI if MPI is not threaded.
         if group.transport.threaded:
-            group.engine.advance()
+            group.engine.push_follower()
             if group.closed is not None:
                 return
         error = link.error()

@@ -7,7 +7,6 @@ time never take one another's.
 
 from __future__ import annotations
 
-import operator
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -17,7 +16,7 @@ import numpy as np
 
 from arraycomm._arrays.buffer import BufferView
 from arraycomm._arrays.views import view
-from arraycomm._calls.arguments import check_rank
+from arraycomm._calls.arguments import check_at_least, check_rank
 from arraycomm._calls.fast_paths import FastPath
 from arraycomm._calls.pickles import dumps, loads
 from arraycomm._calls.placement import DeferredResultBuffer, Destination, HostPlacement, flatten
@@ -692,10 +691,4 @@ def _sender_raised(source: int, traceback: str) -> PeerError:
 
 
 def _check_tag(tag: Any) -> int:
-    try:
-        found = operator.index(tag)
-    except TypeError:
-        raise TypeError(f"tag must be an integer; got {tag!r}") from None
-    if not 0 <= found < TAGS:
-        raise ValueError(f"tag must be 0 to {TAGS - 1}; got {tag}")
-    return found
+    return check_at_least(tag, 0, "tag", TAGS - 1)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-import operator
 from collections.abc import Iterable
 
+from arraycomm._calls.arguments import check_several
 from arraycomm._communicator import Communicator
 from arraycomm._entries import entries
 from arraycomm._session import is_initialized, world
@@ -42,7 +42,8 @@ class RankFilter(logging.Filter):
         self, ranks: int | Iterable[int] | None = None, comm: Communicator | None = None
     ) -> None:
         super().__init__()
-        self._comm, self._ranks = comm, None if ranks is None else _checked(ranks)
+        wanted = "RankFilter: ranks must be a rank or several"
+        self._comm, self._ranks = comm, None if ranks is None else check_several(ranks, wanted)
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Add the rank to a record; return whether the record passes."""
@@ -50,10 +51,3 @@ class RankFilter(logging.Filter):
         rank, size = (0, 1) if comm is None else (comm.rank, comm.size)
         vars(record).update(rank=rank, size=size)
         return self._ranks is None or rank in self._ranks
-
-
-def _checked(ranks: int | Iterable[int]) -> frozenset[int]:
-    try:
-        return frozenset(map(operator.index, ranks if isinstance(ranks, Iterable) else [ranks]))
-    except TypeError:
-        raise TypeError(f"RankFilter: ranks must be a rank or several; got {ranks!r}") from None

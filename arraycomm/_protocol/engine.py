@@ -31,11 +31,9 @@ class NotFinishedError(Exception):
 class Engine:
     """The queue of one communicator, and its messages, which wait for nobody in the queue.
 
-    A `with` block of it is one call of the user's.
-
-    The engine calls `watch(seconds waited)` while it waits; that raises if waiting on makes no
-    sense. It calls `after_wait` when a wait is over, and `push_others` during a wait if no thread
-    pushes on the requests of other queues.
+    A `with` block of it is one call of the user's. While it waits, it calls `watch(seconds
+    waited)`, which raises if waiting on makes no sense, and `push_others` if no thread pushes on
+    the requests of other queues. It calls `after_wait` when a wait is over.
     """
 
     def __init__(
@@ -179,6 +177,17 @@ class Engine:
             while self.queue and self._advance(self.queue[0], polls):
                 self.queue.popleft()
 
+    def push_follower(self) -> None:
+        """Push on what follows, and nothing that may wait outside Python."""
+        follower = self.follower
+        if follower is None or follower.pushing.locked() or not self._advance(follower, 1):
+            return
+        # Not in a main thread, in which an interrupt might leave it held.
+        if self._driving.acquire(False):
+            if self.queue and self.queue[0] is follower:
+                self.queue.popleft()
+            self._driving.release()
+
     def drain(self) -> None:
         """Wait for everything outstanding."""
         for task in [*self.queue, *self.messages]:
@@ -187,8 +196,7 @@ class Engine:
     def _absent(self, handle: Handle | None) -> bool:
         """Return whether only absent ranks are awaited: by the handle and by what is under way."""
         waiting = [*([handle] if handle else []), *(task.waiting for task in self._active())]
-        headers = bool(waiting) and all(isinstance(one, ControlChannel) for one in waiting)
-        return headers and self._has_thread()
+        return self._has_thread() and {isinstance(one, ControlChannel) for one in waiting} == {True}
 
     def wait_for(
         self, done: Callable[[], bool], watch: Watch | None = None, handle: Handle | None = None
@@ -248,8 +256,7 @@ class Engine:
                     if waiting is not None and not any(waiting.done() for _ in range(polls)):
                         if getattr(waiting, "local", False):
                             task.since = clock.now()
-                        waited = clock.now() - task.since
-                        if not done_after_all(waiting.done, watch, waited):
+                        if not done_after_all(waiting.done, watch, clock.now() - task.since):
                             return False
                     self._after_wait()
                 except Exception as error:

@@ -23,14 +23,7 @@ from arraycomm.cli.bench.contenders import Case, Contender, pattern
 from arraycomm.cli.bench.lines import Entry, measured, verify
 from arraycomm.cli.bench.report import complaints, tables
 from arraycomm.cli.bench.results import FORMAT
-from arraycomm.cli.bench.tables import (
-    Table,
-    as_markdown,
-    as_text,
-    number_text,
-    ratio_text,
-    size_text,
-)
+from arraycomm.cli.bench.tables import as_text, number_text, ratio_text, size_text
 from arraycomm.cli.bench.timing import measure, plan, ratio, rotated
 from tests.support.launcher import needs_mpiexec, run_python
 
@@ -193,17 +186,6 @@ def test_a_table_has_a_ratio_of_arraycomm_to_each_reference() -> None:
     assert table.title == "float32, NumPy arrays, 2 ranks: µs per call"
     assert list(table.header)[-1] == "out= ÷ mpi4py"
     assert list(table.rows[0]) == ["8 B", "3.00", "2.00", "1.50"]
-
-
-def test_tables_stand_in_columns() -> None:
-    table = Table("A title", ["size", "time"], [["8 B", "1.25"], ["1000 B", "100"]])
-    columns = ["size     time", "8 B      1.25", "1000 B    100"]
-    assert as_text(table).splitlines() == ["A title", "", *columns]
-    assert as_markdown(table).splitlines()[:3] == [
-        "| size | time |",
-        "| --- | ---: |",
-        "| 8 B | 1.25 |",
-    ]
 
 
 def test_numbers_have_three_digits_and_sizes_the_largest_unit_that_divides_them() -> None:

@@ -221,7 +221,9 @@ def _note_aborts(comm: Communicator) -> list[float]:
 
 def _then_barrier(comm: Communicator, call: Any) -> None:
     """Make a call, whose error may be seen there already, and another."""
-    call()
+    made = call()
+    if isinstance(made, ac.Request):
+        made.wait()
     comm.barrier()
 
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from arraycomm._errors import CommTimeoutError, CommunicatorClosedError, TransportError
+from arraycomm._protocol.task import Task
 from arraycomm._protocol.waits.waiting import wait_for
 from arraycomm._transports.threads import ThreadsTransport, make_group
 from tests.support import internals
@@ -55,6 +56,21 @@ def test_what_came_while_a_rank_looked_for_the_absent_counts() -> None:
     wait_for(lambda: came, 0, watch)
     with pytest.raises(ZeroDivisionError):
         wait_for(lambda: False, 0, watch)
+
+
+def test_who_must_not_be_held_up_begins_nothing_but_what_follows() -> None:
+    [alone] = make_group(1)
+    engine, begun = internals.engine(internals.communicator(alone)), []
+
+    def program(name: str) -> Iterator[None]:
+        yield from ()
+        begun.append(name)
+
+    engine.follow(program("header"))
+    engine.queue.append(Task(program("what may wait for a device")))
+    engine.push_follower()
+    assert begun == ["header"]
+    assert len(engine.queue) == 1
 
 
 class _Staged:

@@ -465,8 +465,8 @@ OTHERS = {
     "shuffle": (False, ValueError, "shuffle=False; this one has shuffle=True"),
     "seed": (4, ValueError, "seed=4; this one has seed=3"),
     "uneven": ("drop", ValueError, "uneven='drop'; this one has uneven='pad'"),
-    "epoch": (-1, ValueError, r'state\["epoch"\] must be from 0 to'),
-    "consumed": (6, ValueError, r'state\["consumed"\] must be from 0 to 5; got 6'),
+    "epoch": (-1, ValueError, r'state\["epoch"\] must be 0 to'),
+    "consumed": (6, ValueError, r'state\["consumed"\] must be 0 to 5; got 6'),
 }
 
 

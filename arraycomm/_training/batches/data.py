@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from ctypes import c_int64
 from functools import partial
@@ -15,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from arraycomm._arrays.typing import DataT
+from arraycomm._calls.arguments import check_at_least, check_integer
 from arraycomm._calls.operation import Context
 from arraycomm._collectives.groups import SmallExchange
 from arraycomm._communicator import Communicator, runner_of
@@ -226,7 +226,7 @@ class DistributedDataContainer(Sequence[Any], Generic[DataT]):
         """
 
         def check() -> tuple[Part, str]:
-            wanted = _natural(epoch, "set_epoch", "epoch", _MAX_EPOCH)
+            wanted = check_at_least(epoch, 0, "set_epoch: epoch", _MAX_EPOCH)
             return self._part_of(wanted, 0), f"epoch={wanted}"
 
         part, used = self._agree(SetEpoch, check)
@@ -281,7 +281,7 @@ class DistributedDataContainer(Sequence[Any], Generic[DataT]):
         """
 
         def check() -> tuple[tuple[int, Part], str]:
-            wanted = _natural(n, "batches", "n", least=1)
+            wanted = check_at_least(n, 1, "batches: n")
             if not (load is None or callable(load)):
                 raise TypeError(f"batches: load must be a function; got {load!r}")
             if not isinstance(pad, bool | np.bool_):
@@ -319,7 +319,7 @@ class DistributedDataContainer(Sequence[Any], Generic[DataT]):
         TypeError, ValueError
             `n` is no integer, or less than 1.
         """
-        return -(-self._share.rounds // _natural(n, "num_batches", "n", least=1))
+        return -(-self._share.rounds // check_at_least(n, 1, "num_batches: n"))
 
     def example(self) -> Any:
         """Return an item of the data set, also on a rank that has none; local.
@@ -358,7 +358,7 @@ class DistributedDataContainer(Sequence[Any], Generic[DataT]):
         TypeError, ValueError
             `n` is no integer, negative, or more than what is left of the epoch.
         """
-        count = _natural(n, "advance", "n")
+        count = check_at_least(n, 0, "advance: n")
         left = self._share.rounds - self._taken
         if count > left:
             raise ValueError(
@@ -426,12 +426,7 @@ class DistributedDataContainer(Sequence[Any], Generic[DataT]):
         self._follow()
         if isinstance(index, slice):
             return self._items.many(self._index[index])
-        try:
-            position = operator.index(index)
-        except TypeError:
-            raise TypeError(
-                f"{_NAME}: an index must be an integer or a slice; got {index!r}"
-            ) from None
+        position = check_integer(index, f"{_NAME}: an index must be an integer or a slice")
         if not -len(self._index) <= position < len(self._index):
             raise IndexError(
                 f"{_NAME}: index {position} is out of range; rank {self._rank} "
@@ -559,7 +554,7 @@ def _check_settings(count: int, shuffle: Any, seed: Any, uneven: Any) -> dict[st
         raise TypeError(f"{_NAME}: shuffle must be True or False; got {shuffle!r}")
     if uneven not in MODES:
         raise ValueError(f"{_NAME}: uneven must be one of {', '.join(MODES)}; got {uneven!r}")
-    checked = (count, bool(shuffle), _natural(seed, _NAME, "seed"), str(uneven))
+    checked = (count, bool(shuffle), check_at_least(seed, 0, f"{_NAME}: seed"), str(uneven))
     return dict(zip(_SETTINGS, checked, strict=True))
 
 
@@ -583,16 +578,7 @@ def _check_state(state: Any, settings: Mapping[str, Any]) -> tuple[int, int]:
                 f"{name}: state is of a container with {key}={state[key]!r}; this one has "
                 f"{key}={settings[key]!r}. Make it as that one was made"
             )
-    epoch = _natural(state["epoch"], name, 'state["epoch"]', _MAX_EPOCH)
-    return epoch, _natural(state["consumed"], name, 'state["consumed"]', settings["count"])
-
-
-def _natural(value: Any, operation: str, name: str, most: int | None = None, least: int = 0) -> int:
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise TypeError(f"{operation}: {name} must be an integer; got {value!r}") from None
-    if number < least or (most is not None and number > most):
-        limits = f"at least {least}" if most is None else f"from {least} to {most}"
-        raise ValueError(f"{operation}: {name} must be {limits}; got {number}")
-    return number
+    epoch = check_at_least(state["epoch"], 0, f'{name}: state["epoch"]', _MAX_EPOCH)
+    return epoch, check_at_least(
+        state["consumed"], 0, f'{name}: state["consumed"]', settings["count"]
+    )
