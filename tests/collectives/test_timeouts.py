@@ -129,10 +129,10 @@ def test_waiting_for_earlier_requests_counts_from_the_call(comm: Communicator) -
     """The request has waited for longer than the call may when the call begins."""
     if comm.rank == 0:
         request = comm.iallreduce(1)
-        time.sleep(0.6)
-        assert comm.allreduce(2, timeout=0.5) == 4
+        time.sleep(1.6)
+        assert comm.allreduce(2, timeout=1.5) == 4
         assert request.wait() == 2
     else:
-        time.sleep(0.8)
+        time.sleep(1.8)
         assert comm.iallreduce(1).wait() == 2
         comm.allreduce(2)

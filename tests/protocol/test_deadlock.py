@@ -19,7 +19,7 @@ from tests.support import internals
 from tests.support.on_ranks import alone, each_rank_of
 
 # Seconds; ranks on one node raise after 0.7, and between nodes after two questions, at 0.4 and 0.8.
-SOON = 8.0
+SOON = 20.0
 # Seconds for which a circle has to stay, and those of a wait that takes longer than that and ends by itself.
 SURE, WHILE = 0.3, 1.1
 

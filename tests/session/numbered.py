@@ -20,7 +20,7 @@ from tests.support.launched import checks_in, perform
 RANKS = 3
 KILLED = 1
 # Seconds in which the others know of it.
-SOON = 5.0
+SOON = 20.0
 ME = int(os.environ.get("ARRAYCOMM_PROCESS_ID", "0"))
 
 

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(LAUNCHED, reason="runs where pytest is alone")
 
 VARIABLES = ("NUMBER", "RANK")
 # Seconds in which every process has to hear what is wrong.
-SOON = 8.0
+SOON = 20.0
 
 
 @pytest.fixture(autouse=True)
