@@ -23,7 +23,7 @@ from arraycomm.cli.bench.contenders import Case, Contender, pattern
 from arraycomm.cli.bench.lines import Entry, measured, verify
 from arraycomm.cli.bench.report import complaints, tables
 from arraycomm.cli.bench.results import FORMAT
-from arraycomm.cli.bench.tables import as_text, number_text, ratio_text, size_text
+from arraycomm.cli.bench.tables import as_text
 from arraycomm.cli.bench.timing import measure, plan, ratio, rotated
 from tests.support.launcher import needs_mpiexec, run_python
 
@@ -188,15 +188,6 @@ def test_a_table_has_a_ratio_of_arraycomm_to_each_reference() -> None:
     assert list(table.rows[0]) == ["8 B", "3.00", "2.00", "1.50"]
 
 
-def test_numbers_have_three_digits_and_sizes_the_largest_unit_that_divides_them() -> None:
-    numbers = {0.0157: "0.0157", 0.34: "0.340", 2.5: "2.50", 31.25: "31.2", 4355.4: "4355"}
-    assert {value: number_text(value) for value in numbers} == numbers
-    ratios = {12.0: "12.00", 0.5: "0.50", 0.0021: "0.002"}
-    assert {value: ratio_text(value) for value in ratios} == ratios
-    sizes = {8: "8 B", 1000: "1000 B", 1 << 10: "1 KB", 64 << 20: "64 MB"}
-    assert {value: size_text(value) for value in sizes} == sizes
-
-
 # Arguments
 
 
@@ -214,13 +205,6 @@ def test_numbers_have_three_digits_and_sizes_the_largest_unit_that_divides_them(
 def test_wrong_arguments_are_refused(words: tuple[str, ...]) -> None:
     with pytest.raises(SystemExit):
         parse(*words)
-
-
-def test_sizes_without_a_mode_are_told_apart_by_their_size() -> None:
-    lines = bench.requests(None, [1 << 20, 8], ["float32"])
-    assert [(line.mode, line.nbytes) for line in lines] == [("latency", 8), ("bandwidth", 1 << 20)]
-    lines = bench.requests("latency", [1 << 20, 8], ["int8", "int16"])
-    assert [line.mode for line in lines] == ["latency"] * 4
 
 
 def test_the_command_line_survives_the_launcher() -> None:

@@ -1,4 +1,4 @@
-"""Ranks that train together stay together, or an error says why: ways to diverge, and a law.
+"""Ranks that train together stay together, or an error says why: ways to diverge.
 
 Each way is a training loop with one mistake of a user's, or one habit of a framework's, on the last rank.
 """
@@ -13,14 +13,11 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import arraycomm as ac
 from arraycomm.adapters.numpy import SGD, Adam, Momentum
-from arraycomm.testing import run
 from tests.support import pairwise
-from tests.support.on_ranks import ALL_SIZES, LAUNCH, alone, each_rank_of
+from tests.support.on_ranks import ALL_SIZES, LAUNCH, each_rank_of
 
 torch: Any = pytest.importorskip("torch")
 jax: Any = pytest.importorskip("jax")
@@ -599,188 +596,10 @@ def test_a_way_to_diverge_is_an_error_on_every_rank(on_ranks, case: Way) -> None
     assert "rank 0" in said[0] or "ranks 0" in said[0]
 
 
-# A law below states it of drawn programs.
+# A law states it of drawn programs.
 @pytest.mark.parametrize("case", CASES[::2], ids=lambda each: each.name)
 def test_without_the_mistake_nothing_is_raised(on_ranks, case: Way) -> None:
     on_ranks(SIZE, lambda comm: case.train(comm, False))
-
-
-# The law ----------------------------------------------------------------------------------------------
-
-
-class Loop(NamedTuple):
-    """A training loop: its step, how to change a leaf, the learning rate or the count of steps by hand, and more."""
-
-    step: Callable[[], None]
-    plant: dict[str, Callable[[int], None]]
-    synchronize: Callable[[], None]
-    parameters: Callable[[], Any]
-
-
-def torch_loop(comm: Comm, every: int) -> Loop:
-    model = net()
-    plain = torch.optim.Adam(model.parameters(), lr=0.01)
-    optimizer = ac.DistributedOptimizer(plain, comm=comm, verify_every=every)
-    parameters = list(model.parameters())
-
-    def leaf(place: int) -> None:
-        chosen = parameters[place % len(parameters)].data.view(-1)
-        chosen[place % len(chosen)] += 0.5
-
-    def count(place: int) -> None:
-        optimizer.state[parameters[place % len(parameters)]]["step"] += 1
-
-    def rate(_: int) -> None:
-        optimizer.param_groups[0]["lr"] *= 1 + 2**-20
-
-    return Loop(
-        lambda: steps(comm, model, optimizer, 1),
-        {"leaf": leaf, "rate": rate, "count": count},
-        lambda: ac.synchronize((model, optimizer), comm=comm),
-        lambda: [parameter.detach().numpy() for parameter in parameters],
-    )
-
-
-def optax_loop(comm: Comm, every: int) -> Loop:
-    plain = optax.inject_hyperparams(optax.adam)(0.01)
-    optimizer = ac.DistributedOptimizer(plain, comm=comm, verify_every=every)
-    now = [params()]
-    state = [optimizer.init(now[0])]
-
-    def step() -> None:
-        grads = jax.tree.map(lambda leaf: leaf * (1.0 + comm.rank), now[0])
-        updates, state[0] = optimizer.update(grads, state[0], now[0])
-        now[0] = optax.apply_updates(now[0], updates)
-
-    def leaf(place: int) -> None:
-        index = np.unravel_index(place % 6, (3, 2))
-        now[0]["w"] = now[0]["w"].at[index].add(0.5)
-
-    def rate(_: int) -> None:
-        state[0].hyperparams["learning_rate"] *= 1.01
-
-    def count(_: int) -> None:
-        first, *rest = state[0].inner_state
-        inner = (first._replace(count=first.count + 1), *rest)
-        state[0] = state[0]._replace(inner_state=inner)
-
-    def synchronize() -> None:
-        now[0], state[0] = ac.synchronize((now[0], state[0]), comm=comm)
-
-    plant = {"leaf": leaf, "rate": rate, "count": count}
-    return Loop(step, plant, synchronize, lambda: list(now[0].values()))
-
-
-def numpy_loop(comm: Comm, every: int) -> Loop:
-    optimizer = ac.DistributedOptimizer(Adam(0.01), comm=comm, verify_every=every)
-    now = [leaves()]
-
-    def step() -> None:
-        now[0] = optimizer.update(now[0], [leaf * (1.0 + comm.rank) for leaf in now[0]])
-
-    def leaf(place: int) -> None:
-        chosen = now[0][place % 2].reshape(-1)
-        chosen[place % len(chosen)] += 0.5
-
-    def rate(_: int) -> None:
-        optimizer.learning_rate *= 1 + 2**-20
-
-    def count(place: int) -> None:
-        optimizer.state[place % 2]["count"] += 1
-
-    def synchronize() -> None:
-        now[0], _ = ac.synchronize((now[0], optimizer), comm=comm)
-
-    return Loop(step, {"leaf": leaf, "rate": rate, "count": count}, synchronize, lambda: now[0])
-
-
-class Plan(NamedTuple):
-    make: Callable[[Comm, int], Loop]
-    size: int
-    every: int
-    rank: int
-    after: int
-    what: str
-    place: int
-
-
-@st.composite
-def plans(draw: st.DrawFn) -> Plan:
-    size = draw(st.integers(2, 4))
-    return Plan(
-        draw(st.sampled_from([torch_loop, optax_loop, numpy_loop])),
-        size,
-        draw(st.integers(1, 4)),
-        draw(st.integers(0, size - 1)),
-        draw(st.integers(1, 5)),
-        draw(st.sampled_from(["leaf", "rate", "count"])),
-        draw(st.integers(0, 20)),
-    )
-
-
-@alone
-@settings(deadline=None)
-@given(plan=plans())
-def test_any_change_on_one_rank_is_caught_within_so_many_steps(plan: Plan) -> None:
-    def train(comm: Comm) -> tuple[int, str]:
-        loop = plan.make(comm, plan.every)
-        for _ in range(plan.after):
-            loop.step()
-        if comm.rank == plan.rank:
-            loop.plant[plan.what](plan.place)
-        for step in range(plan.every):
-            try:
-                loop.step()
-            except ac.MismatchError as error:
-                return step, str(error)
-        raise AssertionError("nothing was raised")
-
-    caught = run(plan.size, train)
-    assert len(set(caught)) == 1
-    step, said = caught[0]
-    assert "is not the same on all ranks" in said
-    # What a step takes from the optimizer is compared with every step.
-    assert step == 0 or plan.what != "rate"
-
-
-class Event(NamedTuple):
-    """What a program does between two steps: a change on all ranks, or on one that the others then take over."""
-
-    what: str
-    place: int
-    on_all: bool
-
-
-@st.composite
-def programs(draw: st.DrawFn) -> tuple[Any, int, int, list[Event]]:
-    kinds = st.sampled_from(["leaf", "rate", "count"])
-    events = st.builds(Event, kinds, st.integers(0, 20), st.booleans())
-    return (
-        draw(st.sampled_from([torch_loop, optax_loop, numpy_loop])),
-        draw(st.integers(1, 4)),
-        draw(st.integers(1, 3)),
-        draw(st.lists(events, max_size=5)),
-    )
-
-
-@alone
-@settings(deadline=None)
-@given(program=programs())
-def test_no_correct_program_raises(program: tuple[Any, int, int, list[Event]]) -> None:
-    make, size, every, events = program
-
-    def train(comm: Comm) -> bytes:
-        loop = make(comm, every)
-        loop.step()
-        for event in events:
-            if event.on_all or comm.rank == 0:
-                loop.plant[event.what](event.place)
-            if not event.on_all:
-                loop.synchronize()
-            loop.step()
-        return b"".join(np.asarray(array).tobytes() for array in loop.parameters())
-
-    assert len(set(run(size, train))) == 1
 
 
 # What is mended --------------------------------------------------------------------------------------
