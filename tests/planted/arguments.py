@@ -61,8 +61,8 @@ ARGUMENTS: Final = (
     Fault(
         "tags modulo 4096: tags that differ by 4096 are one",
         _MESSAGES,
-        "    if not 0 <= found < TAGS:",
-        "    found = found % 4096 if found < TAGS else found\n    if not 0 <= found < TAGS:",
+        'return check_at_least(tag, 0, "tag", TAGS - 1)',
+        'return check_at_least(tag, 0, "tag", TAGS - 1) % 4096',
         _SENT,
     ),
     Fault(

@@ -1,7 +1,8 @@
 """Small random changes of the library, and whether a law catches each: `python -m tests.planted.mutants`.
 
-Prints the changes that no law has caught, and the score. A sample takes `--seconds`; with `--all`
-every change is tried, which takes a night. `EQUIVALENT` has those that change nothing, with reasons.
+What no law catches the tests of its room are tried on. Prints what survives both, and the scores. A
+sample takes `--seconds`; with `--all` every change is tried, which takes nights. `EQUIVALENT` has
+those that change nothing that a caller sees, with reasons.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import random
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Final, NamedTuple
@@ -28,6 +30,16 @@ _ROOMS: Final = (
     "adapters/numpy",
     "adapters/torch",
 )
+# The tests of a room, which must pass on a copy without a change.
+_TESTS: Final = {
+    "collectives": "tests/collectives",
+    "reduce": "tests/collectives",
+    "messages": "tests/collectives",
+    "trees": "tests/trees",
+    "training": "tests/training",
+    "folds": "tests/native",
+    "adapters": "tests/adapters",
+}
 _SWAPPED: Final[dict[type[ast.AST], str]] = {
     ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==",
     ast.Is: "is not", ast.IsNot: "is", ast.In: "not in", ast.NotIn: "in",
@@ -62,12 +74,12 @@ def _of_file(path: Path) -> Iterator[Mutant]:
         starts.append(starts[-1] + len(line))
     name = path.relative_to(ROOT).as_posix()
     file = f"arraycomm/{name}" if name.startswith("adapters") else name
+    framed, compiled = "torch" in name or "training" in name, "_folds" not in name
     for start, end, lines, new in _changes(ast.parse(text)):
         first, last = starts[start[0] - 1] + start[1], starts[end[0] - 1] + end[1]
         data = text.encode()
         after = (data[:first] + new(data[first:last].decode()).encode() + data[last:]).decode()
-        frameworks = name.startswith("adapters/torch")
-        fault = Fault("mutant: changed", file, text, after, (), frameworks=frameworks)
+        fault = Fault("mutant: changed", file, text, after, (), "threads", framed, False, compiled)
         shown = [each.splitlines()[lines - 1].strip() for each in (text, after)]
         if shown[0] != shown[1]:
             yield Mutant(file, lines, *shown, fault)
@@ -116,6 +128,21 @@ def _between(left: ast.expr, right: ast.expr, operator: str) -> tuple:
     return start, end, right.lineno, swapped
 
 
+_CATCHERS: Final = ("caught by a law", "caught by a test")
+
+
+def _caught_by(copy: Copy, mutant: Mutant) -> str:
+    """Return what catches a change; if nothing does, why not, or "survives"."""
+    room = mutant.file.split("/")[1].removeprefix("_")
+    if mutant.after in EQUIVALENT:
+        return EQUIVALENT[mutant.after]
+    for by, run in zip(_CATCHERS, ("threads", _TESTS[room]), strict=True):
+        found = catch(copy, replace(mutant.fault, run=run))
+        if found or found.hung:
+            return by
+    return "survives"
+
+
 def main() -> None:
     """Try a sample, and say what survives."""
     parser = argparse.ArgumentParser(prog="python -m tests.planted.mutants", description=__doc__)
@@ -128,24 +155,24 @@ def main() -> None:
     total = len(waiting)
     random.Random(arguments.seed).shuffle(waiting)
     end = time.monotonic() + (float("inf") if arguments.all else arguments.seconds)
-    tried: list[tuple[Mutant, bool]] = []
+    tried: list[tuple[Mutant, str]] = []
     with TemporaryDirectory(prefix="mutants-") as folder:
 
         def work(number: int) -> None:
             copy = Copy(Path(folder) / str(number))
             while waiting and time.monotonic() < end:
                 mutant = waiting.pop()
-                found = catch(copy, mutant.fault)
-                tried.append((mutant, bool(found) or found.hung))
-                if not tried[-1][1]:
-                    reason = EQUIVALENT.get(mutant.after, "SURVIVES")
-                    print(f"{mutant.file}:{mutant.line}: {reason}\n- {mutant.before}")
-                    print(f"+ {mutant.after}", flush=True)
+                by = _caught_by(copy, mutant)
+                tried.append((mutant, by))
+                print(f"{mutant.file}:{mutant.line}: {by}\n- {mutant.before}")
+                print(f"+ {mutant.after}", flush=True)
 
         with ThreadPoolExecutor(arguments.jobs) as pool:
             list(pool.map(work, range(arguments.jobs)))
-    counted = [caught for mutant, caught in tried if mutant.after not in EQUIVALENT]
-    print(f"{sum(counted)} of {len(counted)} caught; tried {len(tried)} of {total}")
+    counted = [by for _, by in tried if by in (*_CATCHERS, "survives")]
+    laws, tests = map(counted.count, _CATCHERS)
+    print(f"tried {len(tried)} of {total}; of {len(counted)} that change something, laws caught")
+    print(f"{laws}, tests {tests} more")
 
 
 if __name__ == "__main__":

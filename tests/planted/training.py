@@ -13,6 +13,7 @@ _WEIGHTED: Final = "arraycomm/_training/weighted.py"
 _JOIN: Final = "arraycomm/_training/join.py"
 _SHARDS: Final = "arraycomm/_training/shards.py"
 _GRADIENTS: Final = "arraycomm/_training/gradients.py"
+_VERIFICATION: Final = "arraycomm/_training/comparison/verification.py"
 _ADAPTERS: Final = "arraycomm/adapters"
 _JAX: Final = "tests/adapters/test_jax_collectives.py"
 
@@ -189,6 +190,20 @@ OPTIMIZERS: Final = (
         "            lost = total - sent",
         "            lost = gradient - sent",
         ("feedback_loses_nothing_for_good",),
+    ),
+    Fault(
+        "compared late: parameters are compared two steps later than promised",
+        _VERIFICATION,
+        "self.age_of(reduced) >= self.every",
+        "self.age_of(reduced) >= self.every + 2",
+        ("any_change_on_one_rank_is_caught_within_so_many_steps",),
+    ),
+    Fault(
+        "false alarm: ranks also compare what each has for itself",
+        _VERIFICATION,
+        "hash((self._last[1], *numbers))",
+        "hash((self._last[1], id(self), *numbers))",
+        ("no_correct_program_raises",),
     ),
 )
 
