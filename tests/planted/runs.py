@@ -96,7 +96,7 @@ def _run(copy: Copy, fault: Fault, laws: Sequence[str], examples: int, *, first:
         launcher = str(Path(sys.executable).with_name("mpiexec"))
         command = [launcher, "-n", str(_RANKS), *command, _SUITE]
     else:
-        command += _files(copy, laws) if fault.run == "threads" else [fault.run]
+        command += _files(copy, laws) if fault.run == "threads" else fault.run.split()
     hung, said = _wait(command, environment, copy.folder, _SECONDS["first" if first else "all"])
     return Catch(_errors(record), hung, said[-2000:])
 
