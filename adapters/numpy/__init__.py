@@ -319,6 +319,8 @@ def load_state(optimizer: Any, state: dict[str, Any], params: Any) -> None:
     ------
     ValueError
         The optimizer is not distributed.
+    TypeError
+        The state is None.
 
     Notes
     -----
@@ -346,6 +348,11 @@ def load_state(optimizer: Any, state: dict[str, Any], params: Any) -> None:
     [[(2,)], [(1,)]]
     """
     inner, _, sharding = _parts("load_state", optimizer)
+    if state is None:
+        raise TypeError(
+            "load_state: state is None, as gather_state returns it on all ranks but its root; pass "
+            "the root's on every rank, for example by comm.bcast_object(state)"
+        )
     if sharding is None:
         set_state(inner, state)
     else:

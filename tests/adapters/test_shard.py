@@ -447,6 +447,25 @@ def test_states_that_cannot_be_put_together_are_refused(comm: Any) -> None:
             plain_adapter.gather_state(optimizer)
 
 
+@each_rank_of(3)
+def test_a_state_that_has_nothing_of_any_parameter_is_divided_too(comm: Any) -> None:
+    class Empty:
+        per_parameter = True
+
+        def update(self, params: Any, grads: Any) -> Any:
+            self.slots = vars(self).get("slots") or [{} for _ in params]
+            return [p - g for p, g, _ in zip(params, grads, self.slots, strict=True)]
+
+    first, second = (ac.DistributedOptimizer(Empty(), comm=comm, shard=True) for _ in range(2))
+    after = first.update(arrays(0), arrays(1))
+    whole = plain_adapter.gather_state(first)
+    if comm.rank:
+        with pytest.raises(TypeError, match=r"state is None, .* for example by comm\.bcast_object"):
+            plain_adapter.load_state(second, whole, after)
+    plain_adapter.load_state(second, comm.bcast_object(whole), after)
+    assert bits(second.update(after, arrays(2))) == bits(first.update(after, arrays(2)))
+
+
 @each_rank_of(2)
 def test_what_cannot_be_done_with_sharded_objects_is_refused(comm: Any) -> None:
     class Plain:

@@ -34,7 +34,7 @@ _ROOMS: Final = (
 _TORCH: Final = ("adapter", "training", "batchnorm", "collectives", "data")
 _TESTS: Final = {
     "_trees/": "tests/trees",
-    "_training/": "tests/training tests/adapters/test_shard.py",
+    "_training/": "tests/training tests/adapters/test_shard.py tests/adapters/test_accumulation.py",
     "_folds/": "tests/native",
     "adapters/numpy": "tests/adapters/test_numpy_adapter.py tests/adapters/test_shard.py",
     "adapters/torch": " ".join(f"tests/adapters/test_torch_{name}.py" for name in _TORCH),
