@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+from importlib.util import find_spec
 from pathlib import Path
 
-from tests.support.launcher import run_python
+import pytest
+
+from tests.support.launcher import needs_mpiexec, run_python
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "library-tests.md").read_text(encoding="utf-8")
@@ -30,3 +33,14 @@ def test_the_counter_example_is_the_one_on_the_page(tmp_path: Path) -> None:
     for line in shown.splitlines():
         assert line in said, f"{line!r} is not in what follows in\n{job.stdout}\n{job.stderr}"
     assert "1 failed, 1 passed" in job.stdout
+
+
+@needs_mpiexec
+@pytest.mark.parametrize("path", sorted((DOCS / "examples" / "first_hour").glob("*.py")), ids=str)
+def test_a_program_of_the_first_hour_ends_well(tmp_path: Path, path: Path) -> None:
+    imported = re.findall(r"(?m)^(?:from|import) (?!lib)(\w+)", path.read_text("utf-8"))
+    if not all(map(find_spec, imported)):
+        pytest.skip("needs a framework that is not here")
+    suite = ("-m", "pytest", "-p", "no:cacheprovider", "--rootdir", ".", "-c", "/dev/null")
+    job = run_python("-P", *suite * ("test_" in path.name), str(path), ranks=3, cwd=tmp_path)
+    assert job.returncode == 0, job.stdout + job.stderr
