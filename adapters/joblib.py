@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Final
@@ -84,9 +85,14 @@ def run(fn: Callable[..., T], *args: Any, comm: ac.Communicator | None = None) -
     [[0, 1, 4, 9, 16], [0, 1, 4, 9, 16]]
     """
     # A rank without a task waits for one for as long as `fn` takes.
-    with (comm or ac.world()).dup(timeout=None) as ranks:
-        result = _Team(ranks).drive(fn, args) if ranks.rank == 0 else _serve(ranks)
-        found: T = ranks.bcast_object(result)
+    ranks = (comm or ac.world()).dup(timeout=None)
+    team = _Team(ranks)
+    try:
+        with ranks:
+            result = team.drive(fn, args) if ranks.rank == 0 else _serve(ranks)
+            found: T = ranks.bcast_object(result)
+    finally:
+        team.forget()
     return found
 
 
@@ -156,6 +162,13 @@ class _Team:
         self._waiting.clear()
         for job, _ in self._busy.values():
             job.callback = None
+
+    def forget(self) -> None:
+        """See the errors of receives that end with the communicator, which are no news."""
+        for _, work in self._busy.values():
+            with suppress(Exception):
+                if isinstance(work, ac.Request):
+                    work.wait()
 
     def wait_for(self, job: _Job, timeout: float | None) -> None:
         """Wait until a task is done; raise `TimeoutError` if that takes too long."""

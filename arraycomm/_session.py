@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Final
@@ -160,6 +161,7 @@ def init(
         "timeout": timeout,
     }
     passed = {name: value for name, value in named.items() if not isinstance(value, _Default)}
+    _refuse_threads_as_ranks()
     if _session.world is not None:
         _check(backend, verbose, report_after)
         _compare_with_first(_session.world, backend, passed)
@@ -204,10 +206,12 @@ def world() -> Communicator:
     Raises
     ------
     NotInitializedError
-        `init` was not called yet, or `finalize` was called.
+        `init` was not called yet, or `finalize` was called. Or ranks are threads, in
+        `arraycomm.testing`: each is given its communicator.
     CommunicatorClosedError
         This process was forked from a rank.
     """
+    _refuse_threads_as_ranks()
     if _session.world is None:
         refuse_forked_child("world")
         raise NotInitializedError("world: there is none yet; call arraycomm.init() first")
@@ -280,8 +284,16 @@ class borrow:  # noqa: N801 - used as a function, like contextlib.suppress
             made.__exit__(kind, error, trace)
 
 
+def _refuse_threads_as_ranks() -> None:
+    if getattr(threading.current_thread(), "is_rank", False):
+        raise NotInitializedError(
+            "ranks are threads here, without a world; pass comm, which the function was given"
+        )
+
+
 def _alone() -> Communicator:
     refuse_forked_child("borrow")
+    _refuse_threads_as_ranks()
     if choose_start("auto").backend != "self":
         raise NotInitializedError(
             "borrow: this process is one of several, and each would compute by itself; call "

@@ -147,15 +147,17 @@ def test_padded_batches_are_the_others_filled_up_with_items_of_no_weight(
         plain = list(container.batches(n))
         padded = container.batches(n, pad=True)
         assert len(padded) == len(plain) == container.num_batches(n)
-        for number, (batch, other) in enumerate(zip(padded, plain, strict=True), 1):
+        for batch, other in zip(padded, plain, strict=True):
             own = len(other.items)
-            assert len(padded) == len(plain) - number
             assert batch.items.shape == batch.weights.shape == (n,)
             assert (batch.items[:own] == other.items).all()
             assert batch.weights.tolist() == [*other.weights, *[0.0] * (n - own)]
             # The rank's own items come first.
             kept = set(other.items.tolist() or list(container)[:1] or range(count))
             assert set(batch.items[own:].tolist()) <= kept
+        assert len(padded) == len(plain)
+        with pytest.raises(RuntimeError, match="this loop has ended"):
+            iter(padded)
 
         loaded = container.batches(n, load=lambda batches: (len(own) for own in batches))
         assert [batch.items for batch in loaded] == [len(batch.items) for batch in plain]

@@ -54,7 +54,7 @@ def refuse(x: Any, name: str) -> NoReturn:
     """Raise for an array whose class has arithmetic of its own."""
     raise TypeError(
         f"{name} is {type_name(x)}, a class with arithmetic of its own: its memory does not say "
-        f"all that its elements mean (a unit, a mask); pass the plain array (such as {name}.value, "
-        f"{name}.magnitude, or torch.Tensor.as_subclass({name}, torch.Tensor)), and convert it to "
-        "the same unit on all ranks before"
+        f"all that its elements mean (a unit, a mask); pass the plain array (such as "
+        f"{name}.to_numpy(), {name}.value, {name}.magnitude, or torch.Tensor.as_subclass({name}, "
+        "torch.Tensor)), and convert it to the same unit on all ranks before"
     )

@@ -19,8 +19,9 @@ import numpy as np
 from arraycomm._arrays.current_device import working_on
 from arraycomm._arrays.device_memory import DeviceBuffer
 from arraycomm._cuda.driver import call
-from arraycomm._dtypes import DType, Kind, kind_of, name_of
+from arraycomm._dtypes import DType, name_of
 from arraycomm._errors import BackendUnavailableError
+from arraycomm._folds.by_numpy import total_dtype
 
 Array = np.ndarray[Any, Any]
 
@@ -101,7 +102,9 @@ class Kernels:
         argument = np.empty(ROWS_BYTES // 8, np.int64)
         narrow = argument[-2:].view(np.int32)
         packed = _packed(dtype, [*rows, *outs])
-        carry = self._allocate(count * _total_bytes(dtype)) if len(rows) > MAX_ROWS else None
+        carry = (
+            self._allocate(count * total_dtype(dtype).itemsize) if len(rows) > MAX_ROWS else None
+        )
         argument[2 * MAX_ROWS :] = 0 if carry is None else carry.address, count, 0, 0
         at_once = PACK_BYTES // dtype.itemsize if packed else 1
         blocks = min(-(-count // (at_once * THREADS)), MAX_BLOCKS)
@@ -139,11 +142,6 @@ def _packed(dtype: DType, addresses: Sequence[int]) -> bool:
             "pass a copy"
         )
     return bits % PACK_BYTES == 0
-
-
-def _total_bytes(dtype: DType) -> int:
-    """Return the bytes of an element while it is reduced; narrow floats are reduced in float32."""
-    return 4 if kind_of(dtype) is Kind.NARROW else dtype.itemsize
 
 
 _functions: dict[tuple[int, str, tuple[str, ...]], Any] = {}

@@ -191,7 +191,9 @@ class _Job:
             silent = [rank for rank in range(self._ranks) if rank not in self._ended]
             cut_off = silent if self._hides_ends and not status else []
             return Ended(1 if cut_off else status, {}, cut_off)
-        failed = dict(sorted(self._failed.items(), key=_is_follower))
+        # An uncaught error, such as that of a rank that only waited for the one that failed, is
+        # status 1.
+        failed = dict(sorted(self._failed.items(), key=lambda item: item[1] == 1))
         return Ended(_shell_status(next(iter(failed.values()))), failed)
 
     def _handlers(self) -> dict[int, Handler]:
@@ -238,7 +240,9 @@ class _Job:
             if isinstance(event, _LauncherEnded):
                 for relay in self._relays:
                     relay.join()
-                self._count_reports()
+                while not self._events.empty():
+                    if isinstance(report := self._events.get(), _Report):
+                        self._count(report)
                 return _shell_status(event.status)
             if isinstance(event, _Told):
                 self._end_ranks()
@@ -249,12 +253,6 @@ class _Job:
                 deadline = deadline or now + _GRACE
                 if len(self._ended) == self._ranks:
                     deadline = now + _FORWARDING
-
-    def _count_reports(self) -> None:
-        while not self._events.empty():
-            event = self._events.get()
-            if isinstance(event, _Report):
-                self._count(event)
 
     def _count(self, report: _Report) -> None:
         self._ended.add(report.rank)
@@ -270,12 +268,6 @@ class _Job:
             self._process.wait(_PATIENCE)
         except (subprocess.TimeoutExpired, KeyboardInterrupt):
             self._process.kill()
-
-
-def _is_follower(item: tuple[int, int]) -> bool:
-    # An uncaught error, such as that of a rank that only waited for the one that failed, is status
-    # 1.
-    return item[1] == 1
 
 
 def _shell_status(status: int) -> int:

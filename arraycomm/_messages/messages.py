@@ -116,10 +116,6 @@ def _request(pending: _Pending) -> Request:
     return pending
 
 
-def _no_place() -> int:
-    return 0
-
-
 class Messenger:
     """Sends and receives the messages of one group.
 
@@ -127,7 +123,7 @@ class Messenger:
     Sender and receiver must be at the same one if both are in programs.
     """
 
-    def __init__(self, runner: Runner, place: Callable[[], int] = _no_place) -> None:
+    def __init__(self, runner: Runner, place: Callable[[], int] = lambda: 0) -> None:
         self._group = group = runner.group
         self._place = place
         self._statistics, self._fast_paths = runner.statistics, runner.fast_paths

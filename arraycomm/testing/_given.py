@@ -42,8 +42,8 @@ Ranks = int | Sequence[int] | st.SearchStrategy[int] | None
 
 
 def given(
-    ranks: Ranks = None,
     *,
+    ranks: Ranks = None,
     world: Any = None,
     timeout: float = 20.0,
     **strategies: st.SearchStrategy[Any],

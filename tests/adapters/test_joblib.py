@@ -177,3 +177,4 @@ def test_rank_that_dies_ends_the_call() -> None:
     assert statuses[1] == -9
     assert "PeerError: 0: rank 1 has died without a word" in job.stdout
     assert "PeerError: 2: " in job.stdout
+    assert "never waited" not in job.stderr

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import subprocess
 from functools import lru_cache
 from importlib.util import find_spec
@@ -21,7 +20,6 @@ from arraycomm.cli.demo import command as demo
 from arraycomm.cli.demo import data as demo_data
 from arraycomm.cli.demo import runs as demo_runs
 from arraycomm.cli.demo import verdict as demo_verdict
-from arraycomm.testing import run
 from tests.cli.faulty_demo import FAULTS, NONE, RAISES
 from tests.support.launcher import needs_mpiexec, run_python
 
@@ -88,19 +86,6 @@ def test_ctrl_c_ends_a_single_process_with_one_line(
     monkeypatch.setattr(demo, "take_part", interrupted)
     assert main(["demo", "--frameworks", "numpy", "--ranks", "1"]) == 130
     assert capsys.readouterr().err == "\ndemo: ended by Ctrl-C\n"
-
-
-@pytest.mark.parametrize(
-    ("ranks", "cores", "said"),
-    [(2, 2, ""), (3, 2, "3 ranks share 2 cores"), (2, 1, "2 ranks share one core")],
-)
-def test_the_heading_says_if_ranks_share_cores(
-    ranks: int, cores: int, said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)), raising=False)
-    texts = run(ranks, demo_runs._crowded)
-    assert all(text.startswith(f"\n{said}" if said else "") for text in texts)
-    assert all(bool(text) == bool(said) for text in texts)
 
 
 @lru_cache
@@ -183,32 +168,6 @@ def test_one_bit_is_a_disagreement_and_the_difference_is_the_largest_of_any_para
     one = demo_data.Linear(np.zeros((2, 2), np.float32), np.zeros(2, np.float32))
     other = demo_data.Linear(np.full((2, 2), 0.5, np.float32), np.array([0, -2], np.float32))
     assert demo_verdict.difference(one, other) == 2
-
-
-# The data
-
-SAMPLES = [(np.full(demo_data.PIXELS, i, np.float32), i) for i in range(2 * 128 + 2)]
-
-
-@pytest.mark.parametrize("size", [1, 3])
-def test_the_ranks_share_out_each_global_batch(size: int) -> None:
-    """Two full batches that three ranks cannot share evenly, then one of two images."""
-
-    def on_rank(comm: ac.Communicator) -> list[demo_data.Batch]:
-        return list(demo_data.batches(demo_data.distribute(SAMPLES, comm), len(SAMPLES), comm))
-
-    ranks = run(size, on_rank)
-    (alone,) = run(1, on_rank)
-    assert all(len(batches) == len(alone) == 3 for batches in ranks)
-    shapes = {batch.images.shape for batches in ranks for batch in batches}
-    assert shapes == {(-(-128 // size), demo_data.PIXELS)}
-    for whole, *parts in zip(alone, *ranks, strict=True):
-        weights = np.concatenate([part.weights for part in parts])
-        labels = np.concatenate([part.labels for part in parts])
-        assert sorted(labels[weights > 0]) == sorted(whole.labels[whole.weights > 0])
-        assert set(weights[weights > 0]) == set(whole.weights[whole.weights > 0])
-        assert weights.sum() == 1
-        assert all((part.images[:, 0] == part.labels).all() for part in parts)
 
 
 # The command line

@@ -63,7 +63,7 @@ FOREIGN_OPTIONS = {
 }
 FOREIGN_CALLS = {
     "mpi4py": "MPI.Init_thread",
-    "pandas": "data.to_numpy",
+    "pandas": "data.to_numpy to_numpy",
     "MLX": "mx.stop_gradient",
     "thinc": "model.finish_update",
     "optax": "optimizer.init",

@@ -78,7 +78,7 @@ def test_what_a_rank_waited_in_is_forgotten_when_it_returns(comm: Communicator) 
     else:
         time.sleep(0.4)
         comm.barrier()
-        with pytest.raises(ac.CommTimeoutError, match="it was not seen in any call so far"):
+        with pytest.raises(ac.CommTimeoutError, match="it was in no collective so far"):
             other.barrier()
     comm.barrier()
 

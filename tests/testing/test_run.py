@@ -13,16 +13,30 @@ import pytest
 import arraycomm as ac
 from arraycomm.testing import Schedule, run
 from arraycomm.testing._ranks import threads as _threads
+from arraycomm.testing._ranks.rank_links import Left, fault_of
 
 
 def test_results_come_by_rank() -> None:
     # More ranks than cores.
     assert run(16, lambda comm: comm.allreduce(comm.rank)) == [120] * 16
-    with pytest.raises(ValueError, match="size must be at least 1"):
+    with pytest.raises(ValueError, match="size, the first argument, must be at least 1"):
         run(0, lambda comm: None)
+    with pytest.raises(TypeError, match="size, the first argument, must be an integer; got"):
+        run(print, 3)  # type: ignore[arg-type]
     assert run(5, lambda comm, x: (comm.rank, comm.size, x), "x") == [
         (rank, 5, "x") for rank in range(5)
     ]
+
+
+@pytest.mark.parametrize("forgotten", [ac.init, ac.world, ac.borrow().__enter__, ac.join])
+def test_a_communicator_that_is_forgotten_is_no_world_of_one_rank(forgotten) -> None:
+    with pytest.raises(ac.NotInitializedError, match=r"ranks are threads here.*pass comm"):
+        run(2, lambda comm: forgotten())
+
+
+def test_receives_that_were_given_up_are_no_messages_that_were_lost() -> None:
+    assert fault_of([Left(unmatched=-1), Left()]) == ""
+    assert "no rank has received a message" in fault_of([Left(unmatched=1), Left()])
 
 
 def test_first_failure_is_raised_with_its_rank_and_the_others_are_told() -> None:

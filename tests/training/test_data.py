@@ -257,6 +257,8 @@ REFUSED = {
     "pairs": (((X, 3), (Y, 4)), TypeError, r"data\[0\]\[1\] is a int; .* Pass a list"),
     "empty": ({}, TypeError, "a dict without any array"),
     "frame": (Frame(), TypeError, r"to_numpy\(\)"),
+    "tuple of frames": ((Frame(), Frame()), TypeError, r"data\[0\] is a Frame; .* arrays"),
+    "tuple of lists": (("ab", [3, 4]), TypeError, r"data\[1\] is a list; .* otherwise a list"),
 }
 
 

@@ -39,9 +39,8 @@ def _read_number(x: Any, name: str) -> BufferView:
 def _refuse_object(x: Any, name: str) -> BufferView:
     raise TypeError(
         f"{name} must be an array or a number; got {type_name(x)}; "
-        "any object goes by bcast_object, allgather_object or gather_object, a tree of arrays by "
-        "allreduce_tree or synchronize, and an object to one rank as an array of the bytes of its "
-        "pickle"
+        "numpy.asarray makes an array of numbers; a tree of arrays goes by allreduce_tree or "
+        "synchronize, any object by send_object, bcast_object, gather_object or allgather_object"
     )
 
 

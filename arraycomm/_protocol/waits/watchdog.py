@@ -271,7 +271,7 @@ class Watchdog:
         status, operation = last_seen(self._control, rank)
         if status is not None:
             return str(status)
-        return f"was last seen in {operation}" if operation else "was not seen in any call so far"
+        return f"was last seen in {operation}" if operation else "was in no collective so far"
 
 
 def _raise_revoked(error: TransportError) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from ctypes import c_int64
 from functools import partial
+from inspect import GEN_CLOSED, getgeneratorstate
 from itertools import cycle, islice
 from multiprocessing.context import get_spawning_popen
 from multiprocessing.sharedctypes import RawArray
-from typing import Any, Final, Generic, NamedTuple, overload
+from typing import Any, Final, Generic, NamedTuple, Self, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,18 +44,21 @@ class Batch(NamedTuple, Generic[DataT]):
 
 
 class Pass(Iterator[Batch[DataT]]):
-    """The batches of an epoch; its length is the number of batches that are left."""
+    """The batches of one loop; its length is their number."""
 
-    def __init__(self, batches: Iterator[Batch[DataT]], left: int) -> None:
-        self._batches, self._left = batches, left
+    def __init__(self, batches: Generator[Batch[DataT]], length: int) -> None:
+        self._batches, self._length = batches, length
 
     def __len__(self) -> int:
-        return self._left
+        return self._length
+
+    def __iter__(self) -> Self:
+        if getgeneratorstate(self._batches) == GEN_CLOSED:
+            raise RuntimeError("batches: this loop has ended; call batches again for each epoch")
+        return self
 
     def __next__(self) -> Batch[DataT]:
-        batch = next(self._batches)
-        self._left -= 1
-        return batch
+        return next(self._batches)
 
 
 class AgreeOn(SmallExchange):
@@ -254,11 +258,11 @@ class DistributedDataContainer(Sequence[Any], Generic[DataT]):
         Returns
         -------
         iterator of Batch
-            Its length is the number of batches that are left, the same on every rank. Named tuples
-            `(items, weights)`. `items` is an array if the data is an array, a tree of arrays if the
-            data is a tree, and otherwise a list. `weights` is an ndarray of float32, as long as the
-            batch: 1, or 0 for repeated items. Without `pad` the last one may be shorter; with
-            "exact" it may be shorter on some ranks than on others, or empty.
+            For one loop, of whose batches it has the number as its length, the same on every rank.
+            Named tuples `(items, weights)`. `items` is an array if the data is an array, a tree of
+            arrays if the data is a tree, and otherwise a list. `weights` is an ndarray of float32,
+            as long as the batch: 1, or 0 for repeated items. Without `pad` the last one may be
+            shorter; with "exact" it may be shorter on some ranks than on others, or empty.
 
         Raises
         ------
@@ -270,7 +274,7 @@ class DistributedDataContainer(Sequence[Any], Generic[DataT]):
             The ranks have passed different `n` or `pad`.
         RuntimeError
             From the iterator, if the loop itself called `set_epoch`, `load_state_dict`, `advance`
-            or `batches`.
+            or `batches`, and for a second loop over it.
 
         Notes
         -----
@@ -499,7 +503,7 @@ class DistributedDataContainer(Sequence[Any], Generic[DataT]):
 
     def _go_through(
         self, n: int, starts: range, pad: bool, current: object, load: Load | None
-    ) -> Iterator[Batch[Any]]:
+    ) -> Generator[Batch[Any]]:
         self._check_current(current)
         indices = (self._own(start, n, pad) for start in starts)
         loaded = iter((load or partial(self._load, n if pad else 0))(indices))

@@ -44,7 +44,9 @@ class _Sequence:
                 f"{_NAME}: data is a {type(data).__name__}, which is indexed by its labels; pass "
                 "data.to_numpy(), or a dict of its columns as arrays"
             )
-        if _is_iterable_only(data):
+        # Its `__getitem__` only raises.
+        kinds = [kind for kind in type(data).__mro__ if kind.__module__.startswith("torch.")]
+        if "IterableDataset" in [kind.__name__ for kind in kinds]:
             raise TypeError(
                 f"{_NAME}: data is a {type(data).__name__}, an IterableDataset of torch: its items "
                 "can only be gone through, not indexed; pass list(data), or a map-style data set"
@@ -81,7 +83,11 @@ class _Rows:
             raise TypeError(f"{_NAME}: data is a {type(data).__name__} without any array in it")
         self._length = next(iter(lengths.values()))
         if set(lengths.values()) != {self._length}:
-            raise ValueError(_unequal(lengths))
+            found = ", ".join(f"{path} has {length}" for path, length in lengths.items())
+            raise ValueError(
+                f"{_NAME}: the arrays of data must be of one length along axis 0; {found}. Pass a "
+                "list for a sequence of items"
+            )
 
     def __reduce__(self) -> tuple[Any, ...]:
         # How to rebuild the tree cannot be pickled; the tree can.
@@ -99,14 +105,6 @@ class _Rows:
         return self._flat.rebuild(leaves)
 
 
-def _is_iterable_only(data: Any) -> bool:
-    """Return whether this is torch's IterableDataset, whose `__getitem__` only raises."""
-    return any(
-        kind.__name__ == "IterableDataset" and kind.__module__.startswith("torch.")
-        for kind in type(data).__mro__
-    )
-
-
 def _is_tree(data: Any) -> bool:
     """Tell a tree of arrays from a sequence of items.
 
@@ -115,7 +113,15 @@ def _is_tree(data: Any) -> bool:
     if _is_array(data) or isinstance(data, Mapping):
         return True
     if isinstance(data, tuple):
-        return any(map(_is_array, flatten(data, "data").leaves))
+        if any(map(_is_array, flatten(data, "data").leaves)):
+            return True
+        for number, item in enumerate(data):
+            if hasattr(item, "__len__") and not isinstance(item, str | bytes | tuple | Mapping):
+                raise TypeError(
+                    f"{_NAME}: data is a tuple, and data[{number}] is a {type(item).__name__}; "
+                    "pass a tuple of arrays if their rows are the items, and otherwise a list"
+                )
+        return False
     if hasattr(data, "__getitem__") or hasattr(data, "__iter__"):
         return False
     leaves = flatten(data, "data").leaves
@@ -138,14 +144,6 @@ def _length_of(leaf: Any, path: str) -> int:
             f"{_NAME}: {path} has no axis 0, along which its items would be; got a 0-d array"
         )
     return int(leaf.shape[0])
-
-
-def _unequal(lengths: Mapping[str, int]) -> str:
-    found = ", ".join(f"{path} has {length}" for path, length in lengths.items())
-    return (
-        f"{_NAME}: the arrays of data must be of one length along axis 0; {found}. Pass a list for "
-        "a sequence of items"
-    )
 
 
 def _row(array: Any, item: int) -> Any:

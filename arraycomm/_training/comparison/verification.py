@@ -129,7 +129,7 @@ def _arrays_of(inputs: Inputs, *, alike: bool) -> dict[str, Any]:
 def compare(group: Group, agreement: Agreement, look: Look | None) -> Steps:
     """Raise the same error on all ranks if they show different things; a rank may show nothing."""
     rows = agreement.all_words()
-    settings = _settings_differ(rows)
+    settings = len({row[_SETTINGS] for row in rows if row[1:]} - {0}) > 1
     if settings or _arrays_differ(rows):
         mine = (call_site(), [], {}) if look is None else look.compared(settings=settings)
         found = yield from find_difference(group.control, *mine)
@@ -137,10 +137,6 @@ def compare(group: Group, agreement: Agreement, look: Look | None) -> Steps:
         raise MismatchError(_message(found, settings=settings))
     if look is not None:
         look.note(rows)
-
-
-def _settings_differ(rows: Sequence[Sequence[int]]) -> bool:
-    return len({row[_SETTINGS] for row in rows if row[1:]} - {0}) > 1
 
 
 def _arrays_differ(rows: Sequence[Sequence[int]]) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from arraycomm._arrays.typing import T
+from arraycomm._calls.arguments import check_at_least
 from arraycomm._transports.threads import make_group
 from arraycomm.testing._failures import first_failure
 from arraycomm.testing._internals import communicator_over
@@ -63,8 +64,7 @@ def run(
     >>> arraycomm.testing.run(3, lambda comm: comm.allreduce(comm.rank))
     [3, 3, 3]
     """
-    if size < 1:
-        raise ValueError(f"run: size must be at least 1; got {size}")
+    check_at_least(size, 1, "run: size, the first argument,")
     links, baton = make_group(size), None
     if schedule is not None:
         links, baton = scheduled(links, schedule)

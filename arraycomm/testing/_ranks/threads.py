@@ -29,6 +29,8 @@ Events = queue.SimpleQueue[Callable[[], Any] | None]
 class _Thread(threading.Thread):
     """The thread of a rank: one of this module, not the user's."""
 
+    is_rank = True
+
 
 class RankThread:
     """One rank's thread, with its result or its error."""

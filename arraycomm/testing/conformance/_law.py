@@ -27,7 +27,7 @@ def law(ranks: Ranks = None, **strategies: Any) -> Callable[[F], Any]:
     """Make a law of a method, with the arguments of `given`."""
 
     def decorate(test: F) -> Any:
-        return _SETTINGS(given(ranks, **strategies)(_on_subject(test)))
+        return _SETTINGS(given(ranks=ranks, **strategies)(_on_subject(test)))
 
     return decorate
 

@@ -43,8 +43,7 @@ def train_torch(comm: ac.Communicator, batch: int) -> tuple[list[float], str]:
     losses = []
     for epoch in range(EPOCHS):
         share.set_epoch(epoch)
-        batches = share.batches(batch, pad=True)  # an iterator: make one for each epoch
-        count = len(batches)  # what is left, so ask before the loop
+        batches = share.batches(batch, pad=True)  # for one loop
         lost = seen = 0.0
         for (x, y), weights in batches:
             w = torch.as_tensor(weights)  # 0 for what fills up the last batch
@@ -58,7 +57,7 @@ def train_torch(comm: ac.Communicator, batch: int) -> tuple[list[float], str]:
         losses.append(mean)
     return (
         losses,
-        f"{count} batches, losses {np.round(losses, 4)}, rate {schedule.get_last_lr()[0]}",
+        f"{len(batches)} batches, losses {np.round(losses, 4)}, rate {schedule.get_last_lr()[0]}",
     )
 
 
