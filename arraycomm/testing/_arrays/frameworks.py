@@ -251,9 +251,8 @@ def _read_mlx(array: Any) -> Array:
     import mlx.core as mx
 
     if array.dtype == mx.bfloat16:
-        array, dtype = array.view(mx.uint16), np.dtype(ml_dtypes.bfloat16)
-        return np.asarray(np.array(array).view(dtype))
-    return np.array(array)
+        return np.asarray(array.view(mx.uint16)).view(ml_dtypes.bfloat16)
+    return np.asarray(array)
 
 
 _READERS: Final[dict[str, Callable[[Any], Array]]] = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any, Final
@@ -58,8 +57,3 @@ def import_mpi4jax() -> Any:
     except Exception as error:
         # One that was built for another JAX or another MPI raises other errors than ImportError.
         raise UnsupportedError(f"mpi4jax cannot be imported: {error}") from None
-
-
-def use_host() -> None:
-    """Have JAX compile for the CPU, for which all contenders are."""
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")

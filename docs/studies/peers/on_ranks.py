@@ -269,16 +269,16 @@ def _disagree(kind: str, over: Callable[..., Any], record: Path) -> NoReturn:
     x = np.ones(5_000, np.float32)
     usual, other = DISAGREEMENTS.get(kind) or (DISAGREEMENTS["op"][0], _OTHERS[kind])
     comm.allreduce(x)
-    limit = threading.Timer(_FOR_EVER, _give_up, (own,))
-    limit.daemon = True
-    limit.start()
+    threading.Thread(target=_give_up, args=(own,), daemon=True).start()
     try:
         (other if rank == 1 else usual)(comm, x)
     except Exception as error:
         said = f"error {type(error).__name__}: {error}"[:300]
     else:
         said = "returned"
-    own.write_text(said, encoding="utf-8")
+    # Who has waited for so long may hear of the end of others.
+    if not own.exists():
+        own.write_text(said, encoding="utf-8")
     if kind == "leaves" and rank == 1:
         sys.exit()
     # No rank may end while another still waits: it would be the end of the other's job.
@@ -293,6 +293,7 @@ _OTHERS: Final[dict[str, Callable[[Any, Any], Any]]] = {
 
 
 def _give_up(own: Path) -> None:
+    time.sleep(_FOR_EVER)
     if not own.exists():
         own.write_text("waits", encoding="utf-8")
     time.sleep(2)

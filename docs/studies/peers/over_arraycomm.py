@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from arraycomm._communicator import Communicator
-from docs.studies.peers.wrapper import Call
+from docs.studies.peers.wrapper import ARRAYS, Call
 
 
 class Arraycomm:
@@ -14,25 +14,28 @@ class Arraycomm:
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
         self.rank, self.size = comm.rank, comm.size
-        self.counts: Any = None
 
     def __getattr__(self, name: str) -> Any:
         method = getattr(self.comm, name)
-        if name not in _OF_ARRAYS:
+        if name not in ARRAYS:
             return method
 
         def call(x: Any, *args: Any, later: bool, out: Any = None, **options: Any) -> Call:
             if out is not None:
                 options["out"] = out
+            if counted := name in ("allgatherv", "gatherv", "alltoallv"):
+                options["return_counts"] = True
+            made = Call()
+
+            def take(result: Any) -> None:
+                made.result, made.counts = result if counted and result else (result, None)
+
             if later:
                 request = getattr(self.comm, f"i{name}")(x, *args, **options)
-                made = Call(test=request.test)
-                made.wait = lambda: setattr(made, "result", request.wait())
-                return made
-            if name in ("allgatherv", "alltoallv"):
-                result, self.counts = method(x, *args, **options, return_counts=True)
-                return Call(result)
-            return Call(method(x, *args, **options))
+                made.test, made.wait = request.test, lambda: take(request.wait())
+            else:
+                take(method(x, *args, **options))
+            return made
 
         return call
 
@@ -44,23 +47,3 @@ class Arraycomm:
     def dup(self) -> Arraycomm:
         """Return the same ranks."""
         return Arraycomm(self.comm.dup())
-
-
-_OF_ARRAYS = frozenset(
-    [
-        "allreduce",
-        "reduce",
-        "reduce_scatter",
-        "scan",
-        "exscan",
-        "bcast",
-        "allgather",
-        "gather",
-        "scatter",
-        "alltoall",
-        "allgatherv",
-        "gatherv",
-        "scatterv",
-        "alltoallv",
-    ]
-)

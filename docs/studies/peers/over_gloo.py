@@ -15,15 +15,9 @@ from docs.studies.peers.wrapper import Call, NotOfferedError
 # Seconds that gloo waits for another rank; by default 30 minutes.
 PATIENCE = 10.0
 
-_OPS = {
-    "sum": dist.ReduceOp.SUM,
-    "prod": dist.ReduceOp.PRODUCT,
-    "min": dist.ReduceOp.MIN,
-    "max": dist.ReduceOp.MAX,
-    "and": dist.ReduceOp.BAND,
-    "or": dist.ReduceOp.BOR,
-    "xor": dist.ReduceOp.BXOR,
-}
+_OPS = {name: getattr(dist.ReduceOp, name.upper()) for name in ("sum", "min", "max")}
+_OPS |= {name: getattr(dist.ReduceOp, f"B{name.upper()}") for name in ("and", "or", "xor")}
+_OPS["prod"] = dist.ReduceOp.PRODUCT
 
 
 class Gloo:
@@ -34,7 +28,6 @@ class Gloo:
         # A call of all processes, also of those that are no members.
         self.group: Any = dist.new_group(members, timedelta(seconds=PATIENCE), "gloo")
         self.rank, self.size = dist.get_rank(self.group), len(members)
-        self.counts: Any = None
 
     def _call(self, function: Any, result: Any, later: bool, *args: Any, **options: Any) -> Call:
         work = function(*args, **options, group=self.group, async_op=later)
@@ -61,10 +54,10 @@ class Gloo:
     ) -> Call:
         sent = _tensor(x)
         if counts is None:
-            result = torch.empty(x.shape[1:], dtype=sent.dtype)
+            result = _room(out, x.shape[1:], sent)
             parts = list(sent.unbind())
         else:
-            result = torch.empty((counts[self.rank], *x.shape[1:]), dtype=sent.dtype)
+            result = _room(out, (counts[self.rank], *x.shape[1:]), sent)
             parts = list(sent.split(list(counts)))
         return self._call(dist.reduce_scatter, result, later, result, parts, _op(op))
 
@@ -84,34 +77,34 @@ class Gloo:
 
     def allgather(self, x: Any, *, later: bool, out: Any = None) -> Call:
         sent = _tensor(x)
-        result = (
-            torch.empty((self.size, *x.shape), dtype=sent.dtype) if out is None else _tensor(out)
-        )
+        result = _room(out, (self.size, *x.shape), sent)
         return self._call(dist.all_gather, result, later, list(result.unbind()), sent)
 
     def gather(self, x: Any, root: int = 0, *, later: bool, out: Any = None) -> Call:
         sent, at_root = _tensor(x), self.rank == root
-        result = torch.empty((self.size, *x.shape), dtype=sent.dtype) if at_root else None
+        result = _room(out, (self.size, *x.shape), sent) if at_root else None
         rows = None if result is None else list(result.unbind())
         return self._call(dist.gather, result, later, sent, rows, self.members[root])
 
     def scatter(self, x: Any, root: int = 0, *, later: bool, out: Any = None) -> Call:
         sent = None if x is None else _tensor(x)
         shape, dtype = self.bcast_object(None if sent is None else (sent.shape, sent.dtype), root)
-        result = torch.empty(shape[1:], dtype=dtype)
+        result = torch.empty(shape[1:], dtype=dtype) if out is None else _tensor(out)
         rows = list(sent.unbind()) if sent is not None and self.rank == root else None
         return self._call(dist.scatter, result, later, result, rows, self.members[root])
 
     def alltoall(self, x: Any, *, later: bool, out: Any = None) -> Call:
-        result = torch.empty_like(_tensor(x))
+        if out is not None and np.shares_memory(x, out):
+            raise NotOfferedError("torch.distributed has no all_to_all in place")
+        result = _room(out, x.shape, _tensor(x))
         return self._call(dist.all_to_all_single, result, later, result, _tensor(x))
 
     def alltoallv(self, x: Any, counts: Any, *, later: bool, out: Any = None) -> Call:
         everyones = self.allgather_object(list(counts))
-        self.counts = [theirs[self.rank] for theirs in everyones]
+        come = [theirs[self.rank] for theirs in everyones]
         sent = _tensor(x)
-        result = torch.empty((sum(self.counts), *x.shape[1:]), dtype=sent.dtype)
-        args = (result, sent, self.counts, list(counts))
+        result = _room(out, (sum(come), *x.shape[1:]), sent)
+        args = (result, sent, come, list(counts))
         return self._call(dist.all_to_all_single, result, later, *args)
 
     # Objects and messages
@@ -193,6 +186,10 @@ def _array(tensor: Any) -> Any:
                 .view(np.dtype(getattr(ml_dtypes, name)))
             )
     return tensor.numpy()
+
+
+def _room(out: Any, shape: Any, like: Any) -> Any:
+    return torch.empty(shape, dtype=like.dtype) if out is None else _tensor(out)
 
 
 def _target(x: Any, out: Any) -> Any:

@@ -64,10 +64,8 @@ def _versions(results: Mapping[str, Any]) -> str:
     return "".join(said) + "\n"
 
 
-def _table(
-    title: str, rows: Sequence[str], results: Mapping[str, Any], part: str, cell: Any
-) -> str:
-    lines = [(title, *_columns(results).values()), ("---",) * (1 + len(_columns(results)))]
+def _table(head: str, rows: Sequence[str], results: Mapping[str, Any], part: str, cell: Any) -> str:
+    lines = [(head, *_columns(results).values()), ("---",) * (1 + len(_columns(results)))]
     for row in rows:
         cells = [cell(results[run][part].get(row), row) for run in _columns(results)]
         lines.append((DISAGREEMENTS.get(row) or row.replace("_", " "), *cells))

@@ -134,10 +134,11 @@ def _read(record: Path, said: str) -> Found:
 def _add_failure(law: dict[str, Any], record: Path) -> None:
     """Say what failed on a rank for which others wait."""
     for path in sorted(record.parent.glob(f"{record.name}-failed-*")):
-        failure = json.loads(path.read_text(encoding="utf-8"))
-        law["waited_for"] = failure["outcome"]
-        law["said"].setdefault(failure["outcome"], failure["said"])
-        return
+        if text := path.read_text(encoding="utf-8"):  # else the rank ended before it wrote
+            failure = json.loads(text)
+            law["waited_for"] = failure["outcome"]
+            law["said"].setdefault(failure["outcome"], failure["said"])
+            return
 
 
 def versions(library: str) -> dict[str, str]:

@@ -8,9 +8,9 @@ dtypes nor at what other ranks pass.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -30,17 +30,7 @@ class Call:
     result: Any = None
     wait: Callable[[], Any] = lambda: None
     test: Callable[[], bool] = lambda: True
-
-
-class Library(Protocol):
-    """One rank's part in a library that communicates contiguous NumPy arrays.
-
-    Its methods that are named as collectives take `(array, *arguments, later)`, and return a `Call`.
-    `later` asks for the nonblocking form.
-    """
-
-    rank: int
-    size: int
+    counts: Any = None  # the rows that came from each rank
 
 
 class Request:
@@ -59,21 +49,26 @@ class Request:
         return self._call.test()
 
 
-# Calls with an array that have a nonblocking form, those that send one, and all others.
-_ARRAYS = (
+# Calls with an array that have a nonblocking form, messages, and all others.
+ARRAYS = (
     *("allreduce", "reduce", "reduce_scatter", "scan", "exscan"),
     *("bcast", "allgather", "gather", "scatter", "alltoall"),
     *("allgatherv", "gatherv", "scatterv", "alltoallv"),
 )
-_SENT = ("isend", "sendrecv")
-_REST = (
-    *("recv", "irecv"),
-    *("bcast_object", "allgather_object", "gather_object", "barrier", "free"),
+_SENT = ("send", "isend", "sendrecv")
+_MESSAGES = (
+    *(*_SENT, "recv", "irecv"),
+    *("send_object", "isend_object", "recv_object", "irecv_object", "probe", "iprobe"),
 )
+_REST = ("bcast_object", "allgather_object", "gather_object", "barrier", "free")
 
 
 class Wrapper:
-    """What laws call, over a library."""
+    """What laws call, over one rank's part in a library that communicates contiguous NumPy arrays.
+
+    Methods of the library that are named as collectives take `(array, *arguments, later)`, and return
+    a `Call`. `later` asks for the nonblocking form.
+    """
 
     def __init__(self, library: Any) -> None:
         self.library = library
@@ -82,13 +77,16 @@ class Wrapper:
     def __getattr__(self, name: str) -> Any:
         if name in _REST:
             return self._of_library(name)
-        if name in _SENT:
+        if name in _MESSAGES:
+            return functools.partial(self._message, name, self._of_library(name))
+        if name in ("maxloc", "minloc"):
             method = self._of_library(name)
-            return lambda x, *args: method(contiguous(x), *args)
-        if name in _ARRAYS:
-            return functools.partial(self._now, self._of_library(name))
-        if name[1:] in _ARRAYS and name[0] == "i":
-            return functools.partial(self._later, self._of_library(name[1:]))
+            return lambda x: tuple(_alike(part, x) for part in method(contiguous(x)))
+        if name in ARRAYS:
+            begin = functools.partial(self._begin, self._of_library(name), False)
+            return lambda x, *args, **options: begin(x, *args, **options).wait()
+        if name[1:] in ARRAYS and name[0] == "i":
+            return functools.partial(self._begin, self._of_library(name[1:]), True)
         raise NotOfferedError(name)
 
     def _of_library(self, name: str) -> Any:
@@ -108,32 +106,45 @@ class Wrapper:
             raise NotOfferedError(f"dup({options}): options are arraycomm's")
         return Wrapper(self._of_library("dup")())
 
-    def _now(self, method: Any, x: Any, *args: Any, **options: Any) -> Any:
-        counts = options.pop("return_counts", False)
-        request = self._begin(method, x, args, options, later=False)
-        result = request.wait()
-        return (result, self.library.counts) if counts else result
+    def _message(
+        self, name: str, method: Any, *args: Any, like: Any = None, out: Any = None, **options: Any
+    ) -> Any:
+        # No limit of a law is reached, and no other library has one.
+        options.pop("timeout", None)
+        made = method(*((contiguous(args[0]), *args[1:]) if name in _SENT else args), **options)
+        finish = functools.partial(_received, like=like, out=out)
+        if name == "irecv":
+            call = Call(test=made.test)
+            call.wait = lambda: setattr(call, "result", made.wait())
+            return Request(call, finish)
+        return finish(made) if name in ("recv", "sendrecv") else made
 
-    def _later(self, method: Any, x: Any, *args: Any, **options: Any) -> Request:
-        return self._begin(method, x, args, options, later=True)
-
-    def _begin(
-        self, method: Any, x: Any, args: Sequence[Any], options: dict[str, Any], *, later: bool
-    ) -> Request:
+    def _begin(self, method: Any, later: bool, x: Any, *args: Any, **options: Any) -> Request:
         like, out = options.pop("like", None), options.pop("out", None)
-        array = None if x is None else contiguous(x)
+        counted = options.pop("return_counts", False)
         if out is not None:
             # It gets the memory of `out` itself, whatever its layout.
-            call = method(array, *args, **options, later=later, out=elements_of(out))
-            return Request(call, lambda _: out)
-        call = method(array, *args, **options, later=later)
-        return Request(call, functools.partial(_alike, like=x if like is None else like))
+            options["out"] = elements_of(out)
+        call = method(None if x is None else contiguous(x), *args, **options, later=later)
+
+        def finish(result: Any) -> Any:
+            made = _alike(result, x if like is None else like) if out is None else out
+            return (made, call.counts) if counted and made is not None else made
+
+        return Request(call, finish)
 
 
 def contiguous(x: Any) -> Any:
     """Return the elements as a NumPy array in C order, aligned, in the byte order of this machine."""
     elements = elements_of(x)
     return np.require(elements, elements.dtype.newbyteorder("="), ["C", "ALIGNED"])
+
+
+def _received(array: Any, like: Any, out: Any) -> Any:
+    if out is None:
+        return _alike(array, like)
+    elements_of(out)[...] = array
+    return out
 
 
 def _alike(array: Any, like: Any) -> Any:
