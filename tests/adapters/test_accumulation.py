@@ -237,9 +237,7 @@ class TestCompiled:
         np.testing.assert_array_equal(params["a"], -want)
         ac.finalize()
 
-    def test_a_compiled_update_inside_join_is_refused_on_all_ranks(
-        self, jax: Any, optax: Any
-    ) -> None:
+    def test_a_compiled_update_inside_join_is_refused_on_all_ranks(self, jax, optax) -> None:
         world = ac.init()
         optimizer = ac.DistributedOptimizer(optax.sgd(1.0), comm=world)
         params = jax.tree.map(jax.numpy.asarray, zeros())

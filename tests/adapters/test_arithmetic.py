@@ -186,9 +186,7 @@ def test_numbers_come_back_as_what_they_are(comm: ac.Communicator, value: Any) -
 @pytest.mark.parametrize("framework", ["numpy", "torch", "jax", "array_api_strict"])
 @pytest.mark.parametrize("dtype", [np.int32, np.bool_])
 @each_rank_of(1)
-def test_integers_and_booleans_have_no_mean(
-    comm: ac.Communicator, framework: str, dtype: Any
-) -> None:
+def test_integers_and_booleans_have_no_mean(comm: ac.Communicator, framework: str, dtype) -> None:
     optimizer = ac.DistributedOptimizer(Keep(), comm=comm, accumulate=2)
     with pytest.raises(TypeError, match=r"allreduce_gradients: tree\['w'\]: op 'mean' is not"):
         optimizer.update(None, {"w": MAKERS[framework](np.ones(3, dtype))})

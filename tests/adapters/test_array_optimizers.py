@@ -140,9 +140,7 @@ def test_an_optimizer_is_synchronized_with_its_state(comm: ac.Communicator, kind
         (lambda: [np.ones(2)], np.ones(2), ValueError, "grads must have the structure of params"),
     ],
 )
-def test_wrong_arguments_are_named(
-    make_params: Any, grads: Any, kind: type[Exception], said: str
-) -> None:
+def test_wrong_arguments_are_named(make_params, grads, kind: type[Exception], said: str) -> None:
     with pytest.raises(kind, match=said):
         SGD().update({"w": make_params()}, {"w": grads})
 

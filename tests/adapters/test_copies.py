@@ -96,9 +96,7 @@ def test_a_copy_and_its_original_do_not_share_gradients(comm: ac.Communicator) -
 
 
 @each_rank_of(2)
-def test_a_copy_of_a_torch_optimizer_is_not_distributed_twice(
-    comm: ac.Communicator, torch: Any
-) -> None:
+def test_a_copy_of_a_torch_optimizer_is_not_distributed_twice(comm: ac.Communicator, torch) -> None:
     parameters = [torch.nn.Parameter(torch.zeros(1))]
     optimizer = ac.DistributedOptimizer(torch.optim.SGD(parameters, 0.1), comm=comm)
     again = copy.deepcopy(copy.copy(optimizer))

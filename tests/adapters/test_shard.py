@@ -312,9 +312,7 @@ def test_state_that_is_not_whole_is_refused(comm: Any, torch: Any) -> None:
 
 
 @each_rank_of(2)
-def test_torch_optimizers_of_unknown_classes_say_that_they_can_be_sharded(
-    comm: Any, torch: Any
-) -> None:
+def test_torch_optimizers_of_unknown_classes_say_that_they_can_be_sharded(comm, torch) -> None:
     class Named(torch.optim.SGD):  # type: ignore[misc]
         """Only its name is its own."""
 
@@ -629,9 +627,7 @@ def test_transformations_that_depend_on_the_shapes_of_other_leaves_are_refused(
 
 
 @each_rank_of(2)
-def test_states_that_depend_on_gradients_only_at_times_are_refused(
-    comm: Any, jax: Any, optax: Any
-) -> None:
+def test_states_that_depend_on_gradients_only_at_times_are_refused(comm, jax, optax) -> None:
     def update(updates: Any, state: Any, params: Any = None, *, peek: Any = None) -> Any:
         return updates, state if peek is None else state + peek * jax.tree.leaves(updates)[0][0, 0]
 

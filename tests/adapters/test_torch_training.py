@@ -578,9 +578,7 @@ def different_numbers_of_evaluations(comm: ac.Communicator) -> None:
     ],
 )
 @each_rank_of("size")
-def test_ranks_in_different_steps_raise_on_all(
-    comm: ac.Communicator, train: Any, match: str
-) -> None:
+def test_ranks_in_different_steps_raise_on_all(comm: ac.Communicator, train, match: str) -> None:
     with pytest.raises(ac.MismatchError, match=match):
         train(comm)
 

@@ -15,18 +15,13 @@ from arraycomm._arrays.frameworks import BY_NAME as FRAMEWORKS
 from arraycomm._arrays.results import to_framework
 from arraycomm._arrays.views import view
 from arraycomm._dtypes import BY_NAME
+from tests.arrays.test_exchange import aligned
 from tests.arrays.test_views import Named
 from tests.support.frameworks import PAIRS, content, make, need, pointer, sample
 from tests.support.pairwise import pairwise
 
 SHARING = [(framework, name) for framework, name in PAIRS if framework != "mlx"]
 SHAPES = [(), (1,), (3, 5), (0, 4), (1000,)]
-
-
-def fresh(name: str, shape: tuple[int, ...] = (3, 5)) -> Any:
-    array = allocate(shape, BY_NAME[name].dtype)
-    array[...] = sample(name, shape)
-    return array
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -53,7 +48,7 @@ def test_result_is_the_callers_framework_and_bits(
     if framework == "mlx" and shape == (0, 4):
         shape = (0,)  # MLX forgets the other lengths of an empty array
     like = view(make(framework, sample(name)))
-    array = fresh(name, shape)
+    array = aligned(name, shape)
     expected = content(array.copy())
     result = to_framework(array, like)
     assert type(result) is type(like.source)
@@ -65,13 +60,13 @@ def test_result_is_handed_over_without_a_copy(framework: str, name: str) -> None
     like = view(make(framework, sample(name)))
     assert FRAMEWORKS[framework].takes_over(BY_NAME[name].dtype)
     for shape in [(), (3,), (3, 5)]:
-        array = fresh(name, shape)
+        array = aligned(name, shape)
         address = pointer(array)
         assert pointer(to_framework(array, like)) == address
 
 
 def test_mlx_copies() -> None:
-    array = fresh("float32")
+    array = aligned("float32")
     result = to_framework(array, view(make("mlx", sample("float32"))))
     before = content(result)
     array[...] = 0
@@ -102,7 +97,7 @@ def test_dtypes_that_a_framework_lacks(framework: str, dtype: Any) -> None:
 
 @pytest.mark.parametrize("framework", ["numpy", "torch", "jax", "array_api_strict"])
 def test_memory_is_freed_with_the_result(framework: str) -> None:
-    array = fresh("float32", (1000,))
+    array = aligned("float32", (1000,))
     memory = weakref.ref(array.base)
     result = to_framework(array, view(make(framework, sample("float32"))))
     del array
@@ -156,14 +151,14 @@ class TestJax:
     def test_64_bits_are_never_cut(self, name: str) -> None:
         like = view(self.jax.numpy.ones(3))
         with pytest.raises(TypeError, match=rf"^JAX would cut {name}.*jax_enable_x64"):
-            to_framework(fresh(name), like)
+            to_framework(aligned(name), like)
         with self.jax.enable_x64(True):
-            assert to_framework(fresh(name), like).dtype == name
+            assert to_framework(aligned(name), like).dtype == name
 
     def test_64_bits_stay_where_the_source_has_them(self) -> None:
         with self.jax.enable_x64(True):
             x = self.jax.numpy.ones(3, "float64")
-        assert to_framework(fresh("float64"), view(x)).dtype == np.float64
+        assert to_framework(aligned("float64"), view(x)).dtype == np.float64
         assert not self.jax.config.jax_enable_x64
 
     @pytest.mark.parametrize("committed", [True, False])
@@ -171,10 +166,10 @@ class TestJax:
         x = self.jax.numpy.ones(3)
         if committed:
             x = self.jax.device_put(x, self.jax.devices()[0])
-        assert to_framework(fresh("float32"), view(x)).committed is committed
+        assert to_framework(aligned("float32"), view(x)).committed is committed
 
     def test_results_work_under_jit_and_donation(self) -> None:
-        result = to_framework(fresh("int32"), view(self.jax.numpy.ones(3, "int32")))
+        result = to_framework(aligned("int32"), view(self.jax.numpy.ones(3, "int32")))
         expected = np.asarray(result) + 1
         added = self.jax.jit(lambda a: a + 1, donate_argnums=0)(result)
         assert (np.asarray(added) == expected).all()

@@ -496,33 +496,32 @@ def test_all_receives_that_nobody_sends_say_what_they_wait_for(comm: Communicato
     assert comm.allreduce(1) == comm.size
 
 
-def test_message_that_comes_too_late_finds_its_memory_in_place(on_ranks, transport) -> None:
+@each_rank_of(2)
+def test_message_that_comes_too_late_finds_its_memory_in_place(
+    comm: Communicator, transport
+) -> None:
     if transport == "threads":
         pytest.skip("the receiver fetches from threads; MPI writes")
-
-    def check(comm: Communicator) -> None:
-        impatient = comm.dup(timeout=TIMEOUT)
-        # Other tests may have left some that nobody will ever finish.
-        before = set(internals.mpi_movements())
-        if comm.rank == 1:
-            requests = [impatient.irecv(0) for _ in range(3)]
-            for request in requests:
-                with pytest.raises(ac.CommTimeoutError):
-                    request.wait()
-            del requests, request
-            internals.forget_interruption(impatient)
-            gc.collect()
-            assert len(internals.mpi_movements() - before) == 3
-        comm.barrier()
-        if comm.rank == 0:
-            for _ in range(3):
-                impatient.send(np.ones(SHORT), 1)
-        comm.barrier()
-        for movement in internals.mpi_movements() - before:
-            while not movement.done():
-                time.sleep(0.001)
-
-    on_ranks(2, check)
+    impatient = comm.dup(timeout=TIMEOUT)
+    # Other tests may have left some that nobody will ever finish.
+    before = set(internals.mpi_movements())
+    if comm.rank == 1:
+        requests = [impatient.irecv(0) for _ in range(3)]
+        for request in requests:
+            with pytest.raises(ac.CommTimeoutError):
+                request.wait()
+        del requests, request
+        internals.forget_interruption(impatient)
+        gc.collect()
+        assert len(internals.mpi_movements() - before) == 3
+    comm.barrier()
+    if comm.rank == 0:
+        for _ in range(3):
+            impatient.send(np.ones(SHORT), 1)
+    comm.barrier()
+    for movement in internals.mpi_movements() - before:
+        while not movement.done():
+            time.sleep(0.001)
 
 
 @each_rank_of(2)

@@ -92,9 +92,7 @@ def test_memory_of_each_kind_gives_the_same(
     ],
 )
 @each_rank_of(3)
-def test_another_call_on_one_rank_raises_on_all(
-    comm: ac.Communicator, other: Any, said: str
-) -> None:
+def test_another_call_on_one_rank_raises_on_all(comm: ac.Communicator, other, said: str) -> None:
     warmed(comm)
     call = other if comm.rank == 1 else type(comm).allreduce
     with pytest.raises(ac.MismatchError, match=said):

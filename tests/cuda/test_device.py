@@ -155,9 +155,7 @@ def test_a_look_at_an_event_holds_up_no_other_thread(cuda, memory, tmp_path, mon
         assert seen.result()
 
 
-def test_errors_of_calls_and_of_the_driver_are_raised_as_ours(
-    cuda: Any, memory: CudaMemory
-) -> None:
+def test_errors_of_calls_and_of_the_driver_are_raised_as_ours(cuda, memory: CudaMemory) -> None:
     a, b, words = memory.allocate(1), memory.allocate(1), memory.words(1)
     library(CUDA).fails["cuStreamWriteValue32_v2"] = 1
     with pytest.raises(TransportError, match=r"CUDA reported: cudaError 1$"):

@@ -230,19 +230,9 @@ def test_slots_have_to_be_those_of_a_control_channel() -> None:
     }
     compiled.Exchange(**usual)
     for wrong in (
-        {"rank": 2},
-        {"rank": -1},
-        {"size": 0},
-        {"size": 3},
-        {"slot": 255},
-        {"slot": 128},
-        {"header": bytes(119)},
-        {"nbytes": -8},
-        {"nbytes": 7},
-        {"nbytes": 136},
-        {"fold": -1},
-        {"fold": 10_000},
-        {"memory": memory[1:-7]},
+        *({"rank": 2}, {"rank": -1}, {"size": 0}, {"size": 3}, {"slot": 255}, {"slot": 128}),
+        *({"header": bytes(119)}, {"nbytes": -8}, {"nbytes": 7}, {"nbytes": 136}),
+        *({"fold": -1}, {"fold": 10_000}, {"memory": memory[1:-7]}),
     ):
         with pytest.raises(ValueError, match="not as the control channel has them"):
             compiled.Exchange(**{**usual, **wrong})

@@ -23,14 +23,8 @@ def _build(folder: Path, part: str, *options: str) -> Path | None:
     sources = [_HERE / f"{part}.c", *(_NATIVE / f"{name}.c" for name in _PARTS[part])]
     # Not inlined, so that the sanitizer sees what memcmp reads.
     command = [
-        _COMPILER,
-        "-std=c11",
-        "-O2",
-        "-g",
-        "-fno-builtin",
-        *options,
-        f"-I{_NATIVE}",
-        *sources,
+        *(_COMPILER, "-std=c11", "-O2", "-g", "-fno-builtin"),
+        *(*options, f"-I{_NATIVE}", *sources),
     ]
     built = subprocess.run([*command, "-o", program, "-lpthread"], check=False)
     return None if built.returncode else program

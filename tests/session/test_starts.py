@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -107,6 +108,19 @@ class TestOverMpi:
         assert "has started 2 processes, of which this is one" in several.stderr
         one = _mpiexec(1, "env", "-i", sys.executable, "-c", program)
         assert one.stdout == "1 1\n", one.stderr
+
+    @pytest.mark.parametrize(
+        "lacks",
+        ["sys.modules['mpi4py'] = None", "os.environ['MPI4PY_LIBMPI'] = '/nowhere/libmpi.so'"],
+    )
+    def test_launcher_without_an_mpi_is_an_error(self, lacks: str) -> None:
+        program = f"import os, sys, arraycomm as ac; {lacks}; ac.init()"
+        done = _run([sys.executable, "-c", program], PMI_SIZE="2", PMI_RANK="0")
+        assert done.returncode == 1
+        said = r"BackendUnavailableError: init: no MPI could be loaded \((import of mpi4py|cannot load)"
+        assert re.search(
+            rf"{said}.*; install one beside mpi4py, .* pip install mpich$", done.stderr
+        )
 
     def test_launchers_of_pmix_start_one_world(self) -> None:
         prterun = LAUNCHER.with_name("prterun")

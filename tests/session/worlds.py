@@ -1,4 +1,4 @@
-"""Checks of worlds that end well, in one program of three ranks; see `test_launched.py`.
+"""Checks of worlds that end well, in one program of three ranks; see `test_runtime.py`.
 
 They are in step: each leaves no world behind, or the one that it found. The last ones close communicators
 and use none of them again, so that the program's end shows that this is no failure.
@@ -37,6 +37,14 @@ def finalize_completes_requests_of_duplicates_first() -> None:
     with pytest.warns(RuntimeWarning, match="never waited for"):
         ac.finalize()
     assert (out == RANKS).all()
+
+
+def finalize_counts_messages_that_no_rank_has_received() -> None:
+    comm = ac.init()
+    for _ in range(2 if comm.rank == 0 else 0):
+        comm.send(1, 1, 3)
+    with pytest.warns(RuntimeWarning, match="^finalize: 2 of the messages .* never been received"):
+        ac.finalize()
 
 
 def finalize_ends_what_it_cannot_free() -> None:
@@ -175,6 +183,22 @@ def mpi_without_room_for_a_communicator_is_told_what_to_do() -> None:
         comm.dup()
     transport.mpi_comm = usual
     assert comm.allreduce(1) == RANKS
+
+
+def error_of_mpi_on_one_rank_is_told_to_all() -> None:
+    """Rank 1 sends more than announces a message, which Open MPI would write past the memory for that."""
+    from mpi4py import MPI
+
+    if MPI.get_vendor()[0] == "Open MPI":
+        return
+    part = ac.world().dup()
+    raw = internals.transport(part).mpi_comm
+    _sent = raw.Isend(bytes(100_000), 0, 5) if part.rank == 1 else None
+    with pytest.raises(ac.PeerError if part.rank else ac.TransportError, match="Message truncated"):
+        part.barrier() if part.rank else part.recv(1, 5)
+    with pytest.raises(ac.CommunicatorClosedError):
+        part.barrier()
+    assert ac.world().allreduce(1) == RANKS
 
 
 def communicators_and_trees_share_files_without_a_name() -> None:

@@ -1,12 +1,13 @@
-"""Which laws pass each argument of each public call: `python -m tests.support.argument_laws` writes the page.
+"""Which laws pass each argument, and which tests show each failure: `python -m tests.support.argument_laws` writes the page.
 
-Calls are read from the source of the laws, and of what these use.
+Calls are read from the source of the laws, and of what these use; what can fail, from docs/failures.md.
 """
 
 from __future__ import annotations
 
 import ast
 import inspect
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,24 +17,14 @@ import arraycomm as ac
 
 ROOT: Final = Path(__file__).parents[2]
 PAGE: Final = ROOT / "docs" / "evidence" / "laws.md"
+# On each line how a row of docs/failures.md begins, and the tests, laws and checks of programs that show it.
+SHOWN: Final = Path(__file__).with_name("failures.txt")
 _CLASSES: Final = (ac.Communicator, ac.Request, ac.GridCommunicator, ac.DistributedDataContainer)
-_FUNCTIONS: Final = [
-    "DistributedDataContainer",
-    "DistributedOptimizer",
-    "ErrorFeedback",
-    "allreduce_gradients",
-    "allreduce_tree",
-    "exchange",
-    "join",
-    "mean_metrics",
-    "op",
-    "println",
-    "raise_on_difference",
-    "raise_on_nan",
-    "raise_together",
-    "synchronize",
-    "waitall",
-]
+_FUNCTIONS: Final = (
+    *("DistributedDataContainer", "DistributedOptimizer", "ErrorFeedback", "allreduce_gradients"),
+    *("allreduce_tree", "exchange", "join", "mean_metrics", "op", "println"),
+    *("raise_on_difference", "raise_on_nan", "raise_together", "synchronize", "waitall"),
+)
 # What no law of results can state: where ranks come from, and how a program ends.
 _LEFT_OUT: Final = ("abort", "from_mpi", "give_up", "shrink", "trace")
 
@@ -128,6 +119,28 @@ def _bound(node: ast.Call, parameters: list[str]) -> list[str]:
     return [*parameters[: len(node.args)], *(name for name in given if name in parameters)]
 
 
+def failures() -> tuple[dict[str, list[str]], set[str]]:
+    """Return what shows each row of docs/failures.md; and the beginnings that are those of no row."""
+    text, found = (ROOT / "docs" / "failures.md").read_text(encoding="utf-8"), {}
+    known = dict(line.split(" | ") for line in SHOWN.read_text(encoding="utf-8").splitlines())
+    for row in re.findall(r"^\| (?!what happened)(.+?) \|", text, re.MULTILINE):
+        starts = [start for start in known if row.startswith(start)]
+        found[row] = [name for start in starts for name in known.pop(start).split()]
+    return found, set(known)
+
+
+def files() -> dict[str, str]:
+    """Return the file of each test and law, and of the checks that programs of several ranks make."""
+    folders = ("tests", "properties", "arraycomm/testing/conformance")
+    return {
+        name: path.relative_to(ROOT).as_posix()
+        for path in sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+        for name in re.findall(
+            r"def (?:test_(?=\w)|(?=[a-z]\w+\(\) -> None))(\w+)\(", path.read_text("utf-8")
+        )
+    }
+
+
 def page() -> str:
     """Return the page of the evidence."""
     lines = [
@@ -144,6 +157,16 @@ def page() -> str:
             shown = ", ".join(law.replace("_", " ") for law in found[:3])
             more = f", and {len(found) - 3} more" if len(found) > 3 else ""
             lines.append(f"| `{name}` | `{parameter}` | {shown}{more} |")
+    lines += [
+        *("", "## Tests of each failure", ""),
+        "Each row of [what can go wrong](../failures.md), and the tests and laws that show what each rank gets then.",
+        *("The tests fail if a row has none.", "", "| what happened | tests |", "|---|---|"),
+    ]
+    places = files()
+    for row, names in failures()[0].items():
+        shown = ", ".join(f"{name.replace('_', ' ')} (`{places.get(name)}`)" for name in names)
+        plain = re.sub(r"\[(.+?)\](\(.+?\)|\[.+?\])", r"\1", row)
+        lines.append(f"| {plain} | {shown} |")
     return "\n".join(lines) + "\n"
 
 

@@ -25,22 +25,9 @@ from tests.support.on_ranks import LAUNCH
 from tests.support.pairwise import EVERY
 
 __all__ = [
-    "BOOL",
-    "CASES",
-    "COMPLEX",
-    "DTYPES",
-    "FLOAT",
-    "IDS",
-    "INTEGER",
-    "NARROW",
-    "OPS",
-    "USUAL",
-    "expected",
-    "family",
-    "same_bits",
-    "same_result",
-    "sample",
-]
+    "BOOL", "CASES", "COMPLEX", "DTYPES", "FLOAT", "IDS", "INTEGER", "NARROW", "OPS", "USUAL",
+    "expected", "family", "same_bits", "same_result", "sample",
+]  # fmt: skip
 
 # Every transport moves every dtype's bytes alike. A digest of `test_reproducible` is over reductions of all
 # dtypes on each transport, and the laws draw them; so under an MPI these stand for the others.

@@ -1,10 +1,10 @@
-"""Every argument of every public call has a law."""
+"""Every argument of every public call has a law, and every failure a test."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.support.argument_laws import PAGE, ROOT, laws, page
+from tests.support.argument_laws import PAGE, ROOT, failures, files, laws, page
 
 pytestmark = pytest.mark.skipif(not (ROOT / "arraycomm").is_dir(), reason="needs the source")
 
@@ -18,6 +18,14 @@ def test_every_argument_of_a_public_call_is_passed_by_a_law() -> None:
         for parameter, named in passed.items()
         if not named
     ] == []
+
+
+def test_every_row_of_what_can_go_wrong_is_shown_by_a_test() -> None:
+    found, unused = failures()
+    assert len(found) > 35
+    assert [row for row, names in found.items() if not names] == []
+    assert {name for names in found.values() for name in names} - set(files()) == set()
+    assert unused == set()
 
 
 def test_the_page_has_the_laws_of_today() -> None:

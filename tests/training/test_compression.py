@@ -195,9 +195,7 @@ def test_means_of_accumulated_steps_are_fed_back(comm: ac.Communicator, framewor
 
 @pytest.mark.parametrize("compression", [ac.ErrorFeedback("bfloat16"), None])
 @each_rank_of(3)
-def test_ranks_of_several_frameworks_compress_together(
-    comm: ac.Communicator, compression: Any
-) -> None:
+def test_ranks_of_several_frameworks_compress_together(comm: ac.Communicator, compression) -> None:
     frameworks = ("torch", "numpy", "jax")
     for framework in frameworks:
         pytest.importorskip(framework)
@@ -361,9 +359,7 @@ def test_a_missing_gradient_leaves_its_residual(comm: ac.Communicator, framework
 
 
 @each_rank_of(2, "torch")
-def test_hooks_get_what_no_sync_and_accumulate_have_added_up(
-    comm: ac.Communicator, torch: Any
-) -> None:
+def test_hooks_get_what_no_sync_and_accumulate_have_added_up(comm: ac.Communicator, torch) -> None:
     from arraycomm.adapters.torch import no_sync
 
     step = program("torch", comm, compression=Sending())

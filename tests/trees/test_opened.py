@@ -130,9 +130,7 @@ def test_functions_of_frameworks_stay(framework: str) -> None:
     ids=["callable", "method", "array's method", "partial"],
 )
 @each_rank_of(3)
-def test_what_is_not_known_is_refused_with_its_path(
-    comm: Communicator, leaf: Any, named: str
-) -> None:
+def test_what_is_not_known_is_refused_with_its_path(comm: Communicator, leaf, named: str) -> None:
     for call in _tree_functions(comm):
         # The last rank alone passes it; the others hear of it.
         last = comm.rank == comm.size - 1

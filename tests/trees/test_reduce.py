@@ -153,14 +153,9 @@ def test_equinox_module_and_optax_state(comm: Communicator, equinox, optax, jax)
     assert reduced.nu == {"w": None}
 
 
-def test_typed_jax_keys_travel_as_their_data(on_ranks, few) -> None:
-    jax = pytest.importorskip("jax")
-    keys = [jax.random.key(number) for number in range(4)]
-
-    def check(comm: Communicator) -> None:
-        root = comm.size - 1
-        got = ac.synchronize({"key": keys[comm.rank]}, root=root, comm=comm)["key"]
-        assert got.dtype == keys[root].dtype
-        assert np.array_equal(jax.random.key_data(got), jax.random.key_data(keys[root]))
-
-    on_ranks(few, check)
+@each_rank_of("few", "jax")
+def test_typed_jax_keys_travel_as_their_data(comm: Communicator, jax) -> None:
+    keys, root = [jax.random.key(number) for number in range(4)], comm.size - 1
+    got = ac.synchronize({"key": keys[comm.rank]}, root=root, comm=comm)["key"]
+    assert got.dtype == keys[root].dtype
+    assert np.array_equal(jax.random.key_data(got), jax.random.key_data(keys[root]))

@@ -55,12 +55,7 @@ _NOT_IN_SOFTWARE = (
     "test_leaks.py",
     "test_kernels_on_device.py",
     "test_reading_waits_for_the_current_stream",
-    "-314572800]",
-    "-67108860]",
-    "jax",
-    "torch",
-    "OfTorch",
-    "managed_memory",
+    *("-314572800]", "-67108860]", "jax", "torch", "OfTorch", "managed_memory"),
     "test_exchange_stays_on_the_device",
     "test_a_request_may_be_waited_for_in_another_stream[threads",
 )
