@@ -16,6 +16,7 @@ from arraycomm.testing.conformance._checks import check_elements, check_fold, ra
 from arraycomm.testing.conformance._inputs import (
     Reduction,
     Sealed,
+    keys_of_ranks,
     numbers_of_ranks,
     orders_of_requests,
     reductions,
@@ -28,9 +29,9 @@ class GroupLaws:
     """What communicators promise that are made from others."""
 
     @law(
-        colors=sealed(numbers_of_ranks(0, 2)),
+        colors=sealed(numbers_of_ranks(0, 2) | numbers_of_ranks(0, 1)),
         outside=sealed(ranked.per_rank(st.sampled_from((False, False, False, True)))),
-        keys=sealed(numbers_of_ranks(-2, 2)),
+        keys=sealed(keys_of_ranks()),
         reduction=reductions(),
     )
     def test_split_partitions(

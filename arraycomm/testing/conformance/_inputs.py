@@ -278,10 +278,23 @@ def tags() -> Strategy[tuple[int, int]]:
 
 def numbers_of_ranks(least: int, most: int) -> Strategy[RankValues[int]]:
     """Draw a small number for each rank, or its multiples by one factor of any size."""
-    factor = st.sampled_from((1, 1, 100, 256, 1_000, 1 << 16, 1 << 32, 1 << 60))
-    small = ranked.per_rank(st.integers(least, most))
+    return _multiples(ranked.per_rank(st.integers(least, most)))
+
+
+def keys_of_ranks() -> Strategy[RankValues[int]]:
+    """Draw keys of ranks: an order of them, from some number on; two ranks may share a key."""
+    return _multiples(
+        st.builds(
+            lambda order, least, share: [least + rank // share for rank in order],
+            *(orders_of_ranks(), st.sampled_from((1, 1, -2)), st.sampled_from((1, 1, 2))),
+        )
+    )
+
+
+def _multiples(numbers: Strategy[Any]) -> Strategy[RankValues[int]]:
+    factor = st.sampled_from((1, 1, 100, 256, 1_000, 1 << 16, 1 << 32, 1 << 59))
     return st.builds(
-        lambda values, by: RankValues(*(by * value for value in values)), small, factor
+        lambda values, by: RankValues(*(by * value for value in values)), numbers, factor
     )
 
 
