@@ -38,12 +38,9 @@ def try_pairs(comm: Communicator) -> list[dict[str, Any]]:
         if with_other is not None:
             with_other.free()
     # Both ranks of a pair have measured it; the slower one counts.
-    slowest = {tuple(line["ranks"]): line for line in sorted(found, key=_slowness)}
+    by_seconds = sorted(found, key=lambda line: float(line.get("seconds", "inf")))
+    slowest = {tuple(line["ranks"]): line for line in by_seconds}
     return [slowest[pair] for pair in sorted(slowest)]
-
-
-def _slowness(line: dict[str, Any]) -> float:
-    return float("inf") if "error" in line else float(line["seconds"])
 
 
 def _tried(comm: Communicator, pair: tuple[int, int]) -> dict[str, Any]:

@@ -227,10 +227,6 @@ def _write_torch(tensor: Any, elements: Array) -> None:
     tensor.copy_(_build_torch(elements.copy()))
 
 
-def _read_cupy(array: Any) -> Array:
-    return np.asarray(_carried(array).get().view(array.dtype))
-
-
 def _write_cupy(array: Any, elements: Array) -> None:
     import cupy
 
@@ -258,7 +254,7 @@ def _read_mlx(array: Any) -> Array:
 _READERS: Final[dict[str, Callable[[Any], Array]]] = {
     "torch": _read_torch,
     "mlx": _read_mlx,
-    "cupy": _read_cupy,
+    "cupy": lambda array: np.asarray(_carried(array).get().view(array.dtype)),
     "array_api_strict": np.from_dlpack,
     "arraycomm": np.from_dlpack,
 }

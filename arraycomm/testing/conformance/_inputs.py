@@ -282,13 +282,10 @@ def numbers_of_ranks(least: int, most: int) -> Strategy[RankValues[int]]:
 
 
 def keys_of_ranks() -> Strategy[RankValues[int]]:
-    """Draw keys of ranks: an order of them, from some number on; two ranks may share a key."""
-    return _multiples(
-        st.builds(
-            lambda order, least, share: [least + rank // share for rank in order],
-            *(orders_of_ranks(), st.sampled_from((1, 1, -2)), st.sampled_from((1, 1, 2))),
-        )
-    )
+    """Draw keys of ranks, often in an order of their own."""
+    least = st.sampled_from((1, 1, -2))
+    ordered = st.builds(lambda order, n: [n + rank for rank in order], orders_of_ranks(), least)
+    return _multiples(ordered) | numbers_of_ranks(-2, 2)
 
 
 def _multiples(numbers: Strategy[Any]) -> Strategy[RankValues[int]]:

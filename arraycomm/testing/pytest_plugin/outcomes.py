@@ -188,7 +188,8 @@ def loaded(config: pytest.Config, data: Any) -> Any:
 
 def _tell_rank(report: pytest.TestReport, first: Outcome, outcomes: Sequence[Outcome]) -> None:
     """Write into a report which ranks it is of, and what the others did."""
-    alike = [o.rank for o in outcomes if _is_like(o, first)]
+    said = first.outcome, first.text, first.crash
+    alike = [o.rank for o in outcomes if (o.outcome, o.text, o.crash) == said]
     if first.label:
         show_rank(report, first.label)
     elif len(alike) < len(outcomes):
@@ -196,10 +197,6 @@ def _tell_rank(report: pytest.TestReport, first: Outcome, outcomes: Sequence[Out
     others = [o for o in outcomes if o.rank not in alike and not o.is_echo]
     if report.failed and others:
         report.sections.append((f"{ranks_text(alike)} failed; the other ranks", _lines(others)))
-
-
-def _is_like(one: Outcome, other: Outcome) -> bool:
-    return (one.outcome, one.text, one.crash) == (other.outcome, other.text, other.crash)
 
 
 def show_rank(report: pytest.TestReport, label: str) -> None:
