@@ -457,6 +457,7 @@ def test_a_state_that_has_nothing_of_any_parameter_is_divided_too(comm: Any) -> 
     first, second = (ac.DistributedOptimizer(Empty(), comm=comm, shard=True) for _ in range(2))
     after = first.update(arrays(0), arrays(1))
     whole = plain_adapter.gather_state(first)
+    assert plain_adapter.gather_state(copy.deepcopy(first)) == whole
     if comm.rank:
         with pytest.raises(TypeError, match=r"state is None, .* for example by comm\.bcast_object"):
             plain_adapter.load_state(second, whole, after)
