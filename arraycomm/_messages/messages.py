@@ -337,7 +337,6 @@ class Messenger:
             steps = self._delivered(message.steps, operation)
             if alone:
                 return self._received(steps, watch)
-            site = site or call_site()
             if group.tracer is not None and message.unmatched:
                 steps = group.tracer.message(
                     group, operation, message, steps, site, awaited=awaited

@@ -101,12 +101,12 @@ def test_another_call_on_one_rank_raises_on_all(comm: ac.Communicator, other, sa
 
 @each_rank_of(3)
 def test_what_is_wrong_with_one_rank_raises_in_step(comm: ac.Communicator) -> None:
-    warmed(comm)
-    x, small = own(comm.rank), np.zeros(3)
     wrong = comm.rank == 2
-    with pytest.raises(ValueError if wrong else ac.PeerError, match="shape"):
-        comm.allreduce(x, out=small if wrong else None)
-    np.testing.assert_array_equal(comm.allreduce(x), total(3))
+    for x, out in ((own(comm.rank), np.zeros(3)), (own(comm.rank)[:4], np.zeros((2, 2)))):
+        right = comm.allreduce(x)
+        with pytest.raises(ValueError if wrong else ac.PeerError, match="shape"):
+            comm.allreduce(x, out=out if wrong else None)
+        np.testing.assert_array_equal(comm.allreduce(x), right)
 
 
 def test_too_little_memory_on_one_rank_raises_in_step(
