@@ -221,7 +221,7 @@ def world() -> Communicator:
 @entry
 def is_initialized() -> bool:
     """Return whether `init` was called (and `finalize` was not)."""
-    return _session.world is not None
+    return _session.world is not None and not _is_thread_of_ranks()
 
 
 @entries()
@@ -235,7 +235,7 @@ class borrow:  # noqa: N801 - used as a function, like contextlib.suppress
     comm : Communicator, mpi4py.MPI.Intracomm, or None
         A `Communicator` is given as it is. A communicator of mpi4py is duplicated for the block by
         `Communicator.from_mpi`, which is collective. With None it is `world()` if the program has
-        called `init`, and otherwise a communicator of this process alone.
+        called `init`, and otherwise, or in a thread of `testing.run`, one of this process alone.
 
     Raises
     ------
@@ -284,8 +284,12 @@ class borrow:  # noqa: N801 - used as a function, like contextlib.suppress
             made.__exit__(kind, error, trace)
 
 
+def _is_thread_of_ranks() -> bool:
+    return getattr(threading.current_thread(), "is_rank", False)
+
+
 def _refuse_threads_as_ranks() -> None:
-    if getattr(threading.current_thread(), "is_rank", False):
+    if _is_thread_of_ranks():
         raise NotInitializedError(
             "ranks are threads here, without a world; pass comm, which the function was given"
         )
@@ -293,7 +297,6 @@ def _refuse_threads_as_ranks() -> None:
 
 def _alone() -> Communicator:
     refuse_forked_child("borrow")
-    _refuse_threads_as_ranks()
     if choose_start("auto").backend != "self":
         raise NotInitializedError(
             "borrow: this process is one of several, and each would compute by itself; call "

@@ -151,9 +151,6 @@ def test_the_expected_sum_is_exact(dtype: str) -> None:
     assert len({each.tobytes() for each in patterns}) == 4
 
 
-# Tables
-
-
 def line_of(status: str = "ok", **more: Any) -> dict[str, Any]:
     field: Any = Alone()
     case = Case("float32", 8, rank=0, size=1)
