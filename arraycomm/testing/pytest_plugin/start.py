@@ -15,7 +15,7 @@ from arraycomm._errors import ArrayCommError
 from arraycomm._protocol.ends.meeting import ranks_here
 from arraycomm._protocol.mismatch import name_ranks
 
-# Seconds in which a rank that has failed meets the others; and those between two looks at them.
+# Seconds in which ranks meet, also one that has failed; and those between two looks at them.
 _MEETING: Final = 60.0
 _LOOK: Final = 2.0
 
@@ -32,7 +32,7 @@ def take_up_ranks(config: pytest.Config, key: pytest.StashKey[Any]) -> None:
     begun = threading.Event()
     threading.Thread(target=_end_without, args=(begun,), daemon=True).start()
     try:
-        job = Job(launch, config.getoption("ranks_timeout"))
+        job = Job(launch, max(config.getoption("ranks_timeout"), _MEETING))
     except ArrayCommError as error:
         raise pytest.UsageError(str(error)) from error
     finally:
