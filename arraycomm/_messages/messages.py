@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, cast
 
 import numpy as np
 
@@ -111,11 +111,6 @@ class Wanted(NamedTuple):
 _Pending = Request | _Finished
 
 
-def _request(pending: _Pending) -> Request:
-    assert isinstance(pending, Request)
-    return pending
-
-
 class Messenger:
     """Sends and receives the messages of one group.
 
@@ -139,12 +134,12 @@ class Messenger:
 
     def isend(self, x: Any, dest: Any, tag: int) -> Request:
         """Start to send an array."""
-        return _request(self._post("send", self._sending, x, dest, tag, awaited=False))
+        return cast(Request, self._post("send", self._sending, x, dest, tag, awaited=False))
 
     def irecv(self, source: Any, tag: Any, like: Any, out: Any, status: Any) -> Request:
         """Start to receive an array."""
         arguments = (source, tag, like, out, status)
-        return _request(self._post("recv", self._receiving, *arguments, awaited=False))
+        return cast(Request, self._post("recv", self._receiving, *arguments, awaited=False))
 
     def send(self, x: Any, dest: Any, tag: int, *, timeout: float | None) -> None:
         """Send an array."""
@@ -329,8 +324,9 @@ class Messenger:
 
             def watch(waited: float) -> None:
                 # A rank that waits cannot send to itself meanwhile.
-                peers = self._peers(message.peer, alone=task is None or task.waited_for)
-                wait = MessageWait(peers, message.doing, site or call_site(), timeout)
+                blocks = task is None or task.waited_for
+                peers = self._peers(message.peer, alone=blocks)
+                wait = MessageWait(peers, message.doing, site or call_site(), timeout, blocks)
                 group.check_message(wait, waited)
 
             group.unmatched += message.unmatched

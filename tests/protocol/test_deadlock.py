@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -24,8 +25,8 @@ SOON = 20.0
 SURE, WHILE = 0.3, 1.1
 
 
-@pytest.fixture
-def soon_sure(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True)
+def _soon_sure(monkeypatch: pytest.MonkeyPatch) -> None:
     internals.shorten_deadlock_watch(monkeypatch, SURE)
 
 
@@ -34,39 +35,22 @@ def _ring(comms: list[Communicator], rank: int) -> None:
 
 
 def _two_requests(comms: list[Communicator], rank: int) -> None:
-    requests = [comms[min(rank, 1)].iallreduce(np.ones(3 << k)) for k in range(2)]
-    ac.waitall(requests)
+    ac.waitall([comms[min(rank, 1)].iallreduce(np.ones(3 << k)) for k in range(2)])
 
 
-def _receive_and_barrier(comms: list[Communicator], rank: int) -> None:
+def _receive_and_barrier(number: int, comms: list[Communicator], rank: int) -> None:
     if rank == 0:
-        comms[0].recv(2, tag=7)
+        comms[number].recv(2, tag=7)
     comms[1].barrier()
 
 
-def _receive_and_the_same_barrier(comms: list[Communicator], rank: int) -> None:
-    if rank == 0:
-        comms[1].recv(2, tag=7)
-    comms[1].barrier()
-
-
-@pytest.mark.usefixtures("soon_sure")
 @pytest.mark.parametrize(
     ("wait", "said"),
     [
-        (
-            _ring,
-            ["rank 0 waiting in allreduce at test_deadlock.py:", "rank 2 waiting in allreduce"],
-        ),
+        (_ring, ["rank 0 waiting in allreduce at test_deadlock", "2 waiting in allreduce"]),
         (_two_requests, ["rank 0 waiting in allreduce at", "ranks 1, 2 waiting in allreduce at"]),
-        (
-            _receive_and_barrier,
-            ["rank 0 waiting in recv from rank 2 with tag 7 at", "2 waiting in barrier"],
-        ),
-        (
-            _receive_and_the_same_barrier,
-            ["rank 0 waiting in recv from rank 2 with tag 7 at", "2 waiting in barrier"],
-        ),
+        (partial(_receive_and_barrier, 0), ["recv from rank 2 with tag 7", "2 waiting in barrier"]),
+        (partial(_receive_and_barrier, 1), ["recv from rank 2 with tag 7", "2 waiting in barrier"]),
     ],
 )
 def test_ranks_that_wait_for_one_another_raise_soon(
@@ -84,9 +68,8 @@ def test_ranks_that_wait_for_one_another_raise_soon(
         assert "waiting in" in text
         # It closes the communicators in which ranks waited, and no other.
         assert comm.allreduce(1) == 3
-        with pytest.raises(
-            (ac.CommunicatorClosedError, ac.PeerError), match=r"DeadlockError|waited in vain"
-        ):
+        closed = (ac.CommunicatorClosedError, ac.PeerError)
+        with pytest.raises(closed, match=r"DeadlockError|waited in vain"):
             comms[2 if wait is _ring else 1].allreduce(1)
         return text
 
@@ -120,16 +103,24 @@ def _a_request_goes_on(comm: Communicator, other: Communicator) -> None:
         comm.barrier()
 
 
+def _a_receive_is_not_waited_for(comm: Communicator, other: Communicator) -> None:
+    if comm.rank == 0:
+        requests = [comm.irecv(1)]
+        comm.recv(2)
+    elif comm.rank == 2:
+        time.sleep(WHILE)
+        comm.send(1, 0)
+    other.barrier()
+    ac.waitall(requests if comm.rank == 0 else [comm.isend(1, 0)] if comm.rank == 1 else [])
+
+
 def _a_wait_ends_by_itself(comm: Communicator, other: Communicator) -> None:
     request = comm.ibarrier() if comm.rank == 0 else None
     if request is not None:
         with pytest.raises(ac.CommTimeoutError, match="is not finished"):
             request.wait(timeout=WHILE)
     other.barrier()
-    if request is None:
-        comm.barrier()
-    else:
-        request.wait()
+    (comm.barrier if request is None else request.wait)()
 
 
 def _a_communicator_has_a_short_timeout(comm: Communicator, other: Communicator) -> None:
@@ -141,12 +132,12 @@ def _a_communicator_has_a_short_timeout(comm: Communicator, other: Communicator)
     comm.barrier()
 
 
-@pytest.mark.usefixtures("soon_sure")
 @pytest.mark.parametrize(
     "wait",
     [
         _another_thread_calls,
         _a_request_goes_on,
+        _a_receive_is_not_waited_for,
         _a_wait_ends_by_itself,
         _a_communicator_has_a_short_timeout,
     ],

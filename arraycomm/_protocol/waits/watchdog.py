@@ -50,12 +50,16 @@ def checked_timeout(timeout: Any) -> float | None:
 
 
 class MessageWait(NamedTuple):
-    """A wait for a message: with one of which ranks, what and where it is, and its own timeout."""
+    """A wait for a message: with one of which ranks, what and where it is, and its own timeout.
+
+    `blocks` is whether its rank makes no other call meanwhile.
+    """
 
     peers: Sequence[int]
     doing: str
     site: str
     timeout: float | None
+    blocks: bool = True
 
 
 class Watchdog:
@@ -166,7 +170,7 @@ class Watchdog:
         """Raise if all have left to or from one of which a message is to go."""
         peers = wait.peers
         # Of several ranks any one would do.
-        certain = len(peers) == 1 and wait.timeout is None and not self._ends_soon
+        certain = wait.blocks and len(peers) == 1 and not (wait.timeout or self._ends_soon)
         needed = peers if certain else ()
         left = self._control.notes.exit_notices()
         gone = [peer for peer in peers if peer in left]
