@@ -73,7 +73,7 @@ def test_cupy_goes_by_the_host(dtype: Any, layout: str) -> None:
     out = view_out(x, x.shape, dtype)
     out.array[...] = np.ones(x.shape, dtype)
     assert commit_out(out) is x
-    assert _frameworks._read_cupy(x).tobytes() == np.ones(x.shape, dtype).tobytes()
+    assert _frameworks._READERS["cupy"](x).tobytes() == np.ones(x.shape, dtype).tobytes()
 
 
 def test_reading_waits_for_the_current_stream() -> None:
