@@ -165,10 +165,9 @@ class _Team:
 
     def forget(self) -> None:
         """See the errors of receives that end with the communicator, which are no news."""
-        for _, work in self._busy.values():
+        for request in (work for _, work in self._busy.values() if isinstance(work, ac.Request)):
             with suppress(Exception):
-                if isinstance(work, ac.Request):
-                    work.wait()
+                request.wait()
 
     def wait_for(self, job: _Job, timeout: float | None) -> None:
         """Wait until a task is done; raise `TimeoutError` if that takes too long."""

@@ -15,7 +15,7 @@ from arraycomm._arrays.results import to_framework
 from arraycomm._arrays.views import view
 from arraycomm._calls.attempts import take_together
 from arraycomm._calls.operation import Context, Operation
-from arraycomm._dtypes import DType
+from arraycomm._dtypes import DType, check_op
 from arraycomm._folds import divide, total_dtype
 from arraycomm._protocol.agreement import Agreement, active
 from arraycomm._protocol.details import CallDetail
@@ -134,6 +134,7 @@ class WeightedGradients(Operation):
         look: Shows = nothing_shown,
     ) -> None:
         super().__init__(context)
+        check_op(op)
         check_compression(compression)
         local = _checked_weight(block.weight)
         if op not in ("mean", "sum"):
