@@ -50,6 +50,8 @@ class FastExchange(FastPath):
 
     def __init__(self, group: Group, statistics: Statistics, rest: Rest, key: Key) -> None:
         self._group, self._rest, self._key = group, rest, key
+        self._sent = group.sent[key.dest, key.tag]
+        self._received = group.received[key.source, key.tag]
         self._sends, self._receives = statistics.numbers("send"), statistics.numbers("recv")
         head = envelopes.short_head(key.dtype, key.shape, key.place)
         assert head is not None
@@ -103,6 +105,7 @@ class FastExchange(FastPath):
 
     def _make(self, out: Any, status: Any) -> Any:
         pair = self._pair
+        self._sent[0] += 1
         try:
             pair.begin()
             finished = _found(pair.received) and self._head_come == self._head and _found(pair.sent)
@@ -129,6 +132,7 @@ class FastExchange(FastPath):
 
     def _taken(self, out: Any, status: Any) -> Array:
         """Return the elements that have come."""
+        self._received[0] += 1
         if status is not None:
             status.source, status.tag = self._key.source, self._key.tag
             envelopes.note(status, self._key.dtype, self._key.shape)

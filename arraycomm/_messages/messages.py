@@ -29,12 +29,13 @@ from arraycomm._messages import envelopes
 from arraycomm._messages.fast_exchange import FastExchange, Key
 from arraycomm._messages.matching import ANY_SOURCE, ANY_TAG, PROC_NULL, Matcher, Probe, Status
 from arraycomm._protocol.agreement import UndeliveredError
+from arraycomm._protocol.group import Group
 from arraycomm._protocol.task import Task
 from arraycomm._protocol.waits import clock
-from arraycomm._protocol.waits.waiting import Watch
-from arraycomm._protocol.waits.watchdog import LAST_MESSAGE, MessageWait, checked_timeout
+from arraycomm._protocol.waits.deadlock import MANY, Wait
+from arraycomm._protocol.waits.watchdog import LAST_MESSAGE, checked_timeout
 from arraycomm._reduce.blocks import cut
-from arraycomm._transports.base import Bytes, Handle, Steps, Transport
+from arraycomm._transports.base import Bytes, Handle, Steps
 
 # Tags of the user's are below this, those of further pieces from it on.
 TAGS: Final = 1 << 20
@@ -91,13 +92,21 @@ class _Outgoing(NamedTuple):
 class _Wait:
     """What a thread waits for that makes a call without a request, for errors."""
 
-    __slots__ = ("doing", "peer", "tag")
+    __slots__ = ("doing", "nbytes", "peer", "tag")
 
-    def __init__(self, doing: str, peer: int, tag: int) -> None:
-        self.doing, self.peer, self.tag = doing, peer, tag
+    def __init__(self, doing: str, peer: int, tag: int, nbytes: int = 0) -> None:
+        self.doing, self.peer, self.tag, self.nbytes = doing, peer, tag, nbytes
 
     def __str__(self) -> str:
         return f"{self.doing} rank {self.peer} with tag {self.tag}"
+
+    def counted(self, group: Group) -> tuple[int, ...]:
+        """Return how messages like this one are counted; see `Wait`."""
+        sends = self.doing == "send to"
+        if sends and (self.nbytes <= group.transport.copied or self.tag >= MANY):
+            return ()
+        counts = group.sent if sends else group.received
+        return int(sends), self.tag, *counts[self.peer, self.tag]
 
 
 class Wanted(NamedTuple):
@@ -118,7 +127,7 @@ class Messenger:
     Sender and receiver must be at the same one if both are in programs.
     """
 
-    def __init__(self, runner: Runner, place: Callable[[], int] = lambda: 0) -> None:
+    def __init__(self, runner: Runner, place: Callable[[], int] = int) -> None:
         self._group = group = runner.group
         self._place = place
         self._statistics, self._fast_paths = runner.statistics, runner.fast_paths
@@ -145,7 +154,7 @@ class Messenger:
         """Send an array."""
         outgoing = self._outgoing(x) if self._is_plain((dest,), tag, None, timeout) else None
         if outgoing is not None:
-            wait = _Wait("send to", dest, tag)
+            wait = _Wait("send to", dest, tag, outgoing.nbytes)
             self._run(self._send_here(outgoing, wait), wait, "send")
         else:
             self._wait("send", self._send_awaited(x, dest, tag, timeout))
@@ -181,17 +190,16 @@ class Messenger:
         plain = self._is_plain((dest, source), tag, status, timeout)
         outgoing = self._outgoing(x, out) if plain else None
         if outgoing is not None:
-            wait = _Wait("recv from", source, tag)
+            wait = _Wait("recv from", source, tag, outgoing.nbytes)
             result = self._run(
                 self._exchange(outgoing, dest, wait, like, out, status or Status()), wait, "recv"
             )
             if outgoing.room is not None:
                 self._keep(x, dest, source, tag)
             return result
-        arguments = (source, tag, like, out, status)
         sending = self._send_awaited(x, dest, tag, timeout, out)
         try:
-            receiving = self._recv_awaited(*arguments, timeout=timeout)
+            receiving = self._recv_awaited(source, tag, like, out, status, timeout=timeout)
         except Exception:
             # What the other rank sends is taken all the same, so that no later call gets it.
             with suppress(PeerError):
@@ -235,7 +243,7 @@ class Messenger:
             return
         # What they have sent before still comes.
         since = self._gone_since.setdefault(tuple(peers), now)
-        wait = MessageWait(peers, f"probe {what}", call_site(), None)
+        wait = Wait(lambda: peers, f"probe {what}", call_site(), None)
         self._group.check_message(wait, now - since)
 
     def _taken(self, source: Any, tag: Any) -> list[_Pending]:
@@ -260,46 +268,42 @@ class Messenger:
 
     def refuse(self, error: Exception, dest: int, source: int, tag: int) -> None:
         """Raise the error of an array of `sendrecv`, and tell the rank that would have got it."""
-        doing = f"send to rank {dest} with tag {tag}"
-
-        def refusing() -> Message:
-            return Message(_send_error(self._group.transport, error, dest, tag), dest, tag, doing)
-
-        sending = self._post("sendrecv", refusing, awaited=True)
+        name_operation(error, "sendrecv")
+        arguments = (None, dest, tag, None, error)
+        sending = self._post("sendrecv", self._sending, *arguments, awaited=True)
         receiving = self._recv_awaited(source, tag, None, None, None, timeout=None)
         self._wait("sendrecv", sending, receiving)
 
     def _run(self, steps: Steps, wait: _Wait, operation: str) -> Any:
         """Make a call in this thread, without a request."""
-        started = time.perf_counter()
         with self._group.turn():
-            try:
-                return self._drive(steps, wait, operation)
-            finally:
-                self._statistics.add_seconds(operation, time.perf_counter() - started)
+            return self._timed(operation, self._drive, steps, wait, operation)
+
+    def _timed(self, operation: str, run: Callable[..., Any], *arguments: Any) -> Any:
+        started = time.perf_counter()
+        try:
+            return run(*arguments)
+        finally:
+            self._statistics.add_seconds(operation, time.perf_counter() - started)
 
     def _drive(self, steps: Steps, wait: _Wait, operation: str) -> Any:
         group = self._group
 
         def watch(waited: float) -> None:
-            group.check_message(MessageWait([wait.peer], str(wait), call_site(), None), waited)
+            found = Wait(lambda: [wait.peer], str(wait), call_site(), None)
+            group.check_message(found._replace(counted=wait.counted(group)), waited)
 
         return group.engine.run(self._delivered(steps, operation), watch)
 
     def _wait(self, operation: str, *requests: _Pending) -> list[Any]:
         """Wait for messages; what interrupts the wait ends them."""
-        started = time.perf_counter()
         try:
-            return wait_for_each(requests)
-        except Exception:
-            raise
+            return list(self._timed(operation, wait_for_each, requests))
         except BaseException as error:
             for request in requests:
-                if isinstance(request, Request):
+                if not isinstance(error, Exception) and isinstance(request, Request):
                     request.give_up(error)
             raise
-        finally:
-            self._statistics.add_seconds(operation, time.perf_counter() - started)
 
     def _post(
         self, operation: str, prepare: Any, *args: Any, awaited: bool, timeout: float | None = None
@@ -326,27 +330,19 @@ class Messenger:
                 # A rank that waits cannot send to itself meanwhile.
                 blocks = task is None or task.waited_for
                 peers = self._peers(message.peer, alone=blocks)
-                wait = MessageWait(peers, message.doing, site or call_site(), timeout, blocks)
+                wait = Wait(lambda: peers, message.doing, site or call_site(), timeout, blocks)
                 group.check_message(wait, waited)
 
             group.unmatched += message.unmatched
             steps = self._delivered(message.steps, operation)
             if alone:
-                return self._received(steps, watch)
+                return _Finished(self._timed("recv", group.engine.run, steps, watch))
             if group.tracer is not None and message.unmatched:
                 steps = group.tracer.message(
                     group, operation, message, steps, site, awaited=awaited
                 )
             task = group.engine.submit_message(steps, site, watch, awaited=awaited)
         return Request(group, task, site, awaited=awaited)
-
-    def _received(self, steps: Steps, watch: Watch) -> _Finished:
-        """Receive a message in this thread."""
-        started = time.perf_counter()
-        try:
-            return _Finished(self._group.engine.run(steps, watch))
-        finally:
-            self._statistics.add_seconds("recv", time.perf_counter() - started)
 
     def _peers(self, peer: int | None, *, alone: bool) -> list[int]:
         """Return the ranks with which a message may be: another one, or itself if not waiting."""
@@ -457,7 +453,6 @@ class Messenger:
         self, x: Any, dest: Any, tag: int, out: Any = None, wrong: Exception | None = None
     ) -> Message:
         """Return a message to send; the receiver is told what is `wrong` with another argument."""
-        transport = self._group.transport
         if dest is PROC_NULL:
             self._read(x)
             return Message(_nothing(), None, _check_tag(tag), "send to no rank", unmatched=0)
@@ -469,7 +464,7 @@ class Messenger:
             outgoing = self._read(x, out)
         except Exception as error:
             name_operation(error, "send")
-            return Message(_send_error(transport, error, dest, tag), dest, tag, doing)
+            return Message(_send_error(self._group, error, dest, tag), dest, tag, doing)
         steps = self._send(outgoing, dest, tag)
         return Message(steps, dest, tag, doing, outgoing.nbytes, outgoing.copies)
 
@@ -507,15 +502,16 @@ class Messenger:
         return _Outgoing(envelope, None, data, len(data), copies)
 
     def _begin(self, outgoing: _Outgoing, dest: int, tag: int) -> list[Handle]:
-        """Begin to send an envelope and what follows it."""
+        """Begin to send an envelope and what follows it, which is to be waited for first."""
         transport, envelope, data = self._group.transport, outgoing.envelope, outgoing.data
+        self._group.sent[dest, tag][0] += 1
         if data is None:
             return [transport.send(envelope, dest, tag)]
         # A number for the further pieces, which no message under way has.
         self._pieces = pieces = (self._pieces + 1) % TAGS
         envelopes.set_pieces(envelope, pieces)
-        handles = [transport.send(envelope, dest, tag)]
-        return handles + [transport.send(piece, dest, TAGS + pieces) for piece in cut(data)]
+        begun = transport.send(envelope, dest, tag)
+        return [*(transport.send(piece, dest, TAGS + pieces) for piece in cut(data)), begun]
 
     def _send(self, outgoing: _Outgoing, dest: int, tag: int) -> Steps:
         yield from self._begin(outgoing, dest, tag)
@@ -569,14 +565,18 @@ class Messenger:
     ) -> Steps:
         """Read a message whose envelope has come."""
         assert status.source is not None
+        counted = self._group.received[status.source, status.tag or 0]
         status.dtype, status.shape, status.nbytes = None, None, 0
         if place and (wrong := self._misplaced(place, envelope, status.source)) is not None:
             wanted = Wanted(wanted_kind(None, None, None), wrong)
-        result = envelopes.short_result(envelope, out, status) if wanted is None else None
-        if result is None:
-            wanted = wanted or _wanted(None, out)
-            result = yield from self._take(envelope, status.source, wanted, out, status)
-        return result
+        try:
+            result = envelopes.short_result(envelope, out, status) if wanted is None else None
+            if result is None:
+                wanted = wanted or _wanted(None, out)
+                result = yield from self._take(envelope, status.source, wanted, out, status)
+            return result
+        finally:
+            counted[0] += 1
 
     def _misplaced(self, place: int, envelope: Bytes, source: int) -> MismatchError | None:
         """Return what is raised if the sender is at another place of its program."""
@@ -643,9 +643,10 @@ def _may_change(data: Bytes, out: Any) -> bool:
     return into.copied or bool(np.may_share_memory(data, into.array))
 
 
-def _send_error(transport: Transport, error: Exception, dest: int, tag: int) -> Steps:
+def _send_error(group: Group, error: Exception, dest: int, tag: int) -> Steps:
     """Tell the receiver why there is no message, and raise."""
-    yield transport.send(envelopes.of_error(describe_raise(error)), dest, tag)
+    group.sent[dest, tag][0] += 1
+    yield group.transport.send(envelopes.of_error(describe_raise(error)), dest, tag)
     raise UndeliveredError(error)
 
 

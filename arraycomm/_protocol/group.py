@@ -19,8 +19,8 @@ from arraycomm._errors import (
 )
 from arraycomm._protocol.agreement import UndeliveredError
 from arraycomm._protocol.engine import Engine
-from arraycomm._protocol.waits.deadlock import DeadlockWatch
-from arraycomm._protocol.waits.watchdog import LAST_MESSAGE, MessageWait, Watchdog, checked_timeout
+from arraycomm._protocol.waits.deadlock import Counts, DeadlockWatch, Wait
+from arraycomm._protocol.waits.watchdog import LAST_MESSAGE, Watchdog, checked_timeout
 from arraycomm._transports.base import Steps, Transport
 from arraycomm._transports.notes import FAILED, GAVE_UP
 
@@ -92,8 +92,10 @@ class Group:
         self.deferred_error: BaseException | None = None
         # Whether a call was given up while data was moving: the transport still holds its buffers.
         self.unfinished = False
-        # Messages that this rank has sent, less those that it has received.
+        # Messages that this rank has sent, less those that it has begun to receive.
         self.unmatched = 0
+        # How many it has sent to each rank, and how many of each it has received, by tag.
+        self.sent, self.received = Counts(), Counts()
         # For each open block of `raise_together`, the step at which it began.
         self.open_together: list[int] = []
         # Records the calls of this group and its family while a trace is on.
@@ -155,7 +157,7 @@ class Group:
             raise undelivered.pop()
         return result
 
-    def check_message(self, wait: MessageWait, waited: float) -> None:
+    def check_message(self, wait: Wait, waited: float) -> None:
         """Raise if a message will not come any more, or will not be taken."""
         self.watchdog.check_message(wait, waited)
         if waited > LAST_MESSAGE and not isinstance(self.closed, CommTimeoutError | None):

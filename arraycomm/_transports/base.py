@@ -143,6 +143,8 @@ class Transport(Link):
     # The chain of nodes, if there are several with several ranks each, in order.
     chain: NodeChain | None = None
     mpi_comm: Any = None
+    # A message of more bytes is finished only when it is received.
+    copied: int = 4096
     # Number of polls before a waiting rank starts to yield its core.
     spins: int = 0
     # Whether a background thread may make progress with movements while the caller computes.

@@ -5,15 +5,12 @@ from __future__ import annotations
 import threading
 from collections import deque
 from itertools import count
-from typing import Final, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
 from arraycomm._errors import TransportError
-from arraycomm._transports.base import Bytes, Handle
-
-# Messages of at most this many bytes are copied when they are sent.
-_COPIED: Final = 4096
+from arraycomm._transports.base import Bytes, Handle, Transport
 
 T = TypeVar("T")
 # Sender, receiver and tag of a message.
@@ -81,7 +78,7 @@ class _Message:
     def __init__(self, buffer: Bytes, number: int) -> None:
         # Messages are numbered in the order of their sending.
         self.number = number
-        self._taken = len(buffer) <= _COPIED
+        self._taken = len(buffer) <= Transport.copied
         self._buffer: Bytes = buffer.copy() if self._taken else buffer
 
     def take(self, into: Bytes) -> None:

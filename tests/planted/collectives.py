@@ -367,10 +367,10 @@ MESSAGES: Final = (
     Fault(
         "send complete too early: a long message counts as sent before it is received",
         "arraycomm/_transports/mailbox.py",
-        "        self._taken = len(buffer) <= _COPIED\n"
+        "        self._taken = len(buffer) <= Transport.copied\n"
         "        self._buffer: Bytes = buffer.copy() if self._taken else buffer",
         "        self._taken = True\n"
-        "        self._buffer: Bytes = buffer.copy() if len(buffer) <= _COPIED else buffer",
+        "        self._buffer: Bytes = buffer.copy() if len(buffer) <= Transport.copied else buffer",
         ("finished_requests_are_finished",),
     ),
     Fault(

@@ -166,8 +166,8 @@ PROCESSES: Final = (
     Fault(
         "MPI's tag: messages of one rank to another all have tag 0 in MPI",
         _MPI,
-        "begin(self.mpi_comm.Isend, [buffer, MPI.BYTE], dest, tag)",
-        "begin(self.mpi_comm.Isend, [buffer, MPI.BYTE], dest, min(tag, 1))",
+        "begin(start, [buffer, MPI.BYTE], dest, tag)",
+        "begin(start, [buffer, MPI.BYTE], dest, min(tag, 1))",
         ("messages_arrive_as_they_were_sent",),
         run="mpi",
     ),

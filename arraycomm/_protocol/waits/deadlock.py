@@ -12,8 +12,8 @@ import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
-from itertools import islice
-from typing import Any, Final, NoReturn, Protocol
+from math import inf
+from typing import Any, Final, NamedTuple, NoReturn, Protocol
 
 from arraycomm._errors import DeadlockError
 from arraycomm._protocol.engine import Engine
@@ -24,6 +24,9 @@ from arraycomm._transports.control import ControlChannel
 # Seconds between two looks, and those for which a circle has to stay: a message may be on its way.
 _LOOK_EVERY: Final = 0.1
 _SURE: Final = 1.0
+# The longest timeout, in seconds, with which a wait counts as one that ends by itself: other ranks
+# learn late that it has ended, and would take it for part of a deadlock.
+_SOON: Final = 5.0
 # How many ranks a status names; it has to fit the notes of a control channel.
 _NAMED: Final = 6
 # Seconds of waiting after which ranks that are not seen directly are asked; doubled each time.
@@ -34,7 +37,31 @@ _SILENT: Final = {
     *("torch", "tqdm", "wandb"),
 }
 
-Missing = Callable[[], list[int]]
+# Messages with this tag are counted together with those that have larger ones.
+MANY: Final = 63
+
+
+class Counts(dict[tuple[int, int], list[int]]):
+    """The number of messages, by the other rank and their tag."""
+
+    def __missing__(self, key: tuple[int, int]) -> list[int]:
+        return self.setdefault((key[0], min(key[1], MANY)), [0])
+
+
+class Wait(NamedTuple):
+    """A wait: the ranks that are missing, what and where it is, and its timeout.
+
+    `certain` is whether it needs them: all of them in a collective, otherwise one. Of a message,
+    `counted` is whether it is sent, its tag as it is counted, and how many such messages the rank
+    has begun to send, or has received; empty if that does not tell whether it will be matched.
+    """
+
+    missing: Callable[[], list[int]]
+    doing: str
+    site: str | None
+    timeout: float | None
+    certain: bool = True
+    counted: tuple[int, ...] | None = ()
 
 
 @dataclass(frozen=True)
@@ -51,6 +78,8 @@ class WaitStatus:
     number: int = 0
     # Some ranks without which the wait does not end; empty if that is not certain.
     missing: tuple[int, ...] = ()
+    # Of a message; see `Wait`.
+    counted: tuple[int, ...] = ()
     # Ranks, and numbers of waits of theirs that cannot end before this one does.
     held: tuple[tuple[int, int], ...] = ()
     # The calls in which ranks wait for one another, if this rank has found that.
@@ -113,6 +142,9 @@ class Member(Protocol):
     size: int
     control: ControlChannel
     engine: Engine
+    closed: BaseException | None
+    sent: Counts
+    received: Counts
     related: list[Any]
     family_ranks: Sequence[int]
 
@@ -207,25 +239,19 @@ class DeadlockWatch:
             )
             self.status = None
 
-    def look(
-        self, waited: float, missing: Missing, needed: Sequence[int] | None, *, now: bool = False
-    ) -> None:
-        """Raise if the wait is in vain; looks now and then, unless it has to `now`.
-
-        `missing` are the ranks that are not in the call yet. A message needs a rank, or, if any of
-        several would do, none that is certain; a collective (None) needs all that are missing.
-        """
+    def look(self, waited: float, wait: Wait, *, now: bool = False) -> None:
+        """Raise if the wait is in vain; looks now and then, unless it has to `now`."""
         looked = clock.now()
         if self.status is None or (not now and looked < self._looked + _LOOK_EVERY):
             return
         self._looked = looked
         others = self.reports.statuses(self._group)
-        self._update(missing, others, needed)
+        self._update(wait, others)
         waits = {**others, self.rank: self.status}
         self._follow(waits)
         if waited > self._ask_after:
             self._ask_after = 2 * waited
-            self.reports.ask(self._group, missing())
+            self.reports.ask(self._group, wait.missing())
         ranks = find_deadlock(self.rank, waits)
         found = [(r, waits[r].number) for r in ranks]
         if not found or found != self._found:
@@ -238,46 +264,46 @@ class DeadlockWatch:
             self.status = status
             self.reports.report(self._group, status)
 
-    def _update(
-        self, missing: Missing, others: Mapping[int, WaitStatus], needed: Sequence[int] | None
-    ) -> None:
+    def _update(self, wait: Wait, others: Mapping[int, WaitStatus]) -> None:
         """Tell the other ranks for whom this one waits, and which of their waits that holds up."""
         assert self.status is not None
-        status = replace(self.status, missing=(), held=())
-        message = needed is not None
-        blocked = self.blocked and not self._others_may_call()
-        if blocked and (bool(needed) if message else self._certain):
+        status = replace(self.status, missing=(), counted=(), held=())
+        message = wait.counted is not None
+        certain = wait.certain and (message or self._certain) and (wait.timeout or inf) > _SOON
+        if certain and self.blocked and not self._others_may_call():
             control, family = self._group.control, self._group.family_ranks
             place = f"message {self.rank}.{status.number}" if message else str(control.step)
+            held = [(r, w.number) for r, w in others.items() if self._holds(r, w, wait)]
             status = replace(
                 status,
                 call=f"{self._group.name}:{place}",
-                missing=tuple(family[r] for r in (needed or missing())[:_NAMED]),
-                held=self._held(others, message=message),
+                missing=tuple(family[r] for r in wait.missing()[:_NAMED]),
+                counted=wait.counted or (),
+                held=tuple(held[:_NAMED]),
             )
         self._report(status)
 
-    def _held(
-        self, others: Mapping[int, WaitStatus], *, message: bool
-    ) -> tuple[tuple[int, int], ...]:
-        held = (
-            (rank, wait.number)
-            for rank, wait in others.items()
-            if self.rank in wait.missing and self._holds(wait.call, message=message)
-        )
-        return tuple(islice(held, _NAMED))
-
-    def _holds(self, call: str, *, message: bool) -> bool:
-        """Return whether this rank takes part in a call only after its own wait."""
-        name, _, step = call.rpartition(":")
-        group = next((group for group in self.reports.groups if group.name == name), None)
-        if group is None or not group.engine.idle:
+    def _holds(self, rank: int, there: WaitStatus, here: Wait) -> bool:
+        """Return whether this rank takes part in what another waits for only after its own wait."""
+        name, _, step = there.call.rpartition(":")
+        found = (g for g in self.reports.groups if g.name == name and g.closed is None)
+        group = next(found, None)
+        if self.rank not in there.missing or group is None or not group.engine.idle:
             return False
-        collective = step.isdigit()
-        if group is self._group and collective is not message:
-            # Two collectives, whose steps all ranks take in one order, or two messages.
-            return False
-        return group.control.step < int(step) if collective else not message
+        same, message = group is self._group, here.counted is not None
+        if step.isdigit():
+            # Of two collectives on one communicator, all ranks take the steps in one order.
+            return (message or not same) and group.control.step < int(step)
+        if not there.counted:
+            return not message
+        sends, tag, count = there.counted
+        peer = list(group.family_ranks).index(rank)
+        if not sends:
+            # No message is under way.
+            return bool(group.sent[peer, tag] == [count])
+        # This rank may be about to receive it.
+        takes = here.missing() == [peer] and (here.counted or (0, tag))[:2] == (0, tag)
+        return group.received[peer, tag] < [count] and not (same and message and takes)
 
     def _others_may_call(self) -> bool:
         """Return whether another thread could make the calls of this rank that others wait for."""
@@ -312,9 +338,11 @@ def _text(ranks: Sequence[int], waits: Mapping[int, WaitStatus]) -> str:
     for r in ranks:
         doing.setdefault(waits[r].doing, []).append(r)
     lines = [f"{name_ranks(found)} waiting {what}" for what, found in doing.items()]
-    return (
-        "these ranks wait for one another, so that none of them can go on:\n  "
-        + "\n  ".join(lines)
-        + "\nall ranks of a communicator have to make the same calls; if ranks have different "
+    remedy = (
+        "all ranks of a communicator have to make the same calls; if ranks have different "
         "numbers of batches, see join() and DistributedDataContainer.batches()"
     )
+    if all(waits[r].counted for r in ranks):
+        remedy = "ranks that send to one another call sendrecv, or begin with isend or irecv"
+    head = "these ranks wait for one another, so that none of them can go on:"
+    return "\n  ".join([head, *lines]) + f"\n{remedy}"

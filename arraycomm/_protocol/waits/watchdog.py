@@ -7,14 +7,15 @@ waits long, the watchdog reports to the others what it waits in, so that their e
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Container, Sequence
-from typing import Any, Final, NamedTuple, ParamSpec, TypeVar
+from collections.abc import Callable, Container
+from math import inf
+from typing import Any, Final, ParamSpec, TypeVar
 
 from arraycomm._callsite import call_site
 from arraycomm._errors import CommTimeoutError, PeerError, TransportError
 from arraycomm._protocol.mismatch import how_left
 from arraycomm._protocol.waits import clock
-from arraycomm._protocol.waits.deadlock import DeadlockWatch
+from arraycomm._protocol.waits.deadlock import DeadlockWatch, Wait
 from arraycomm._protocol.waits.still_waiting import StillWaiting, last_seen
 from arraycomm._transports.base import Transport
 from arraycomm._transports.notes import GAVE_UP, WELL, ExitNotice
@@ -28,9 +29,6 @@ _LONG_WAIT: Final = 0.1
 _ASK_AT: Final = (0.5, 0.9)
 # Seconds in which a message of a rank that has left still arrives.
 LAST_MESSAGE: Final = 0.5
-# The longest timeout, in seconds, with which a wait counts as one that ends by itself: other ranks
-# learn late that it has ended, and would take it for part of a deadlock.
-_SOON: Final = 5.0
 # Seconds in which a rank that waits beside one that has given up is likely to time out itself.
 _OWN_TIMEOUT: Final = 2.0
 # A rank that has waited for less, in seconds, when it sees that another has given up, has come
@@ -47,19 +45,6 @@ def checked_timeout(timeout: Any) -> float | None:
     if not timeout > 0:
         raise ValueError(f"timeout must be positive, or None; got {timeout!r}")
     return float(timeout)
-
-
-class MessageWait(NamedTuple):
-    """A wait for a message: with one of which ranks, what and where it is, and its own timeout.
-
-    `blocks` is whether its rank makes no other call meanwhile.
-    """
-
-    peers: Sequence[int]
-    doing: str
-    site: str
-    timeout: float | None
-    blocks: bool = True
 
 
 class Watchdog:
@@ -106,31 +91,25 @@ class Watchdog:
 
     def check(self, waited: float) -> None:
         """Raise if a rank has left or died, or if time is up; called during every wait."""
-        control, timeout = self._control, self._timeout
+        control = self._control
+        # A call with a timeout of its own ends by itself.
+        wait = Wait(control.missing, *self.current, self._timeout, self._limit is None, None)
         left = control.notes.exit_notices()
         gone = [r for r, n in left.items() if n.step < control.step and n.state != GAVE_UP]
         gone = gone or self._given_up(left, waited)
         if gone:
             # A rank that found a deadlock has told so before it left.
-            self.deadlocks.look(waited, control.missing, self._needed(), now=True)
+            self.deadlocks.look(waited, wait, now=True)
             self._check_left(gone, left)
         if waited > _LONG_WAIT:
             self.check_for_deaths()
         if self._limit is not None:
             # What is waited for first may have begun before this call.
-            timeout, waited = self._limit, min(waited, clock.now() - self._limited_at)
-        operation, site = self.current
-        self.report_or_ask(waited, operation, site, control.missing, timeout, self._needed())
-        if timeout is not None and waited > timeout:
-            raise CommTimeoutError(self._timeout_text(waited, timeout))
-
-    def _needed(self) -> Sequence[int] | None:
-        # A call with a timeout of its own ends by itself: it needs nobody.
-        return None if self._limit is None and not self._ends_soon else ()
-
-    @property
-    def _ends_soon(self) -> bool:
-        return self._timeout is not None and self._timeout <= _SOON
+            waited = min(waited, clock.now() - self._limited_at)
+            wait = wait._replace(timeout=self._limit)
+        self._report_or_ask(waited, wait)
+        if wait.timeout is not None and waited > wait.timeout:
+            raise CommTimeoutError(self._timeout_text(waited, wait.timeout))
 
     def _given_up(self, left: dict[int, ExitNotice], waited: float) -> list[int]:
         """Return the ranks that gave up, if this one need not or cannot time out beside them."""
@@ -166,28 +145,27 @@ class Watchdog:
             + ("" if missing else "every rank had begun the call, but its data did not come")
         )
 
-    def check_message(self, wait: MessageWait, waited: float) -> None:
+    def check_message(self, wait: Wait, waited: float) -> None:
         """Raise if all have left to or from one of which a message is to go."""
-        peers = wait.peers
+        peers = wait.missing()
         # Of several ranks any one would do.
-        certain = wait.blocks and len(peers) == 1 and not (wait.timeout or self._ends_soon)
-        needed = peers if certain else ()
+        certain = wait.certain and len(peers) == 1 and wait.timeout is None
+        wait = wait._replace(timeout=wait.timeout or self._timeout, certain=certain)
         left = self._control.notes.exit_notices()
         gone = [peer for peer in peers if peer in left]
         if len(gone) == len(peers) and waited > LAST_MESSAGE:
-            self.deadlocks.look(waited, list, needed, now=True)
+            self.deadlocks.look(waited, wait, now=True)
             cause = next((peer for peer in gone if left[peer].text), gone[0])
             raise self.peer_error(cause, left[cause])
         if waited > _LONG_WAIT:
             self.check_for_deaths()
-        timeout = wait.timeout or self._timeout
-        self.report_or_ask(waited, wait.doing, wait.site, lambda: list(peers), timeout, needed)
+        self._report_or_ask(waited, wait)
 
-    def check_message_timeout(self, wait: MessageWait, waited: float) -> None:
+    def check_message_timeout(self, wait: Wait, waited: float) -> None:
         """Raise if time is up for a message: the group's, or that of its call."""
         timeout = wait.timeout or self._timeout
         if timeout is not None and waited > timeout:
-            seen = "; ".join(f"rank {peer} {self.last_seen(peer)}" for peer in wait.peers)
+            seen = "; ".join(f"rank {peer} {self.last_seen(peer)}" for peer in wait.missing())
             raise CommTimeoutError(
                 f"{wait.doing} at {wait.site}: waited {waited:.1f} s (timeout {timeout:g} s) on "
                 f"rank {self._control.rank}; {seen}"
@@ -233,33 +211,24 @@ class Watchdog:
 
     # Reports of waits
 
-    def report_or_ask(
-        self,
-        waited: float,
-        operation: str,
-        site: str | None,
-        missing: Callable[[], list[int]],
-        timeout: float | None,
-        needed: Sequence[int] | None = None,
-    ) -> None:
+    def _report_or_ask(self, waited: float, wait: Wait) -> None:
         """In a long wait, report it to the other ranks, and ask those that are missing."""
         if waited < _LONG_WAIT:
             self._asked = 0
             return
         deadlocks = self.deadlocks
         if deadlocks.status is None:
-            where = site or call_site()
-            deadlocks.begin(f"in {operation} at {where}, step {self._control.step} of {self._name}")
-            self._still_waiting.begin(operation, where)
+            doing, where = wait.doing, wait.site or call_site()
+            deadlocks.begin(f"in {doing} at {where}, step {self._control.step} of {self._name}")
+            self._still_waiting.begin(doing, where)
         for group in deadlocks.reports.groups:
             group.control.notes.answer_requests()
-        deadlocks.look(waited, missing, needed)
+        deadlocks.look(waited, wait)
         if deadlocks.blocked:
-            self._still_waiting.look(waited, missing)
-        if timeout is not None and waited > timeout * _ASK_AT[min(self._asked, len(_ASK_AT) - 1)]:
+            self._still_waiting.look(waited, wait.missing)
+        if self._asked < len(_ASK_AT) and waited > (wait.timeout or inf) * _ASK_AT[self._asked]:
             self._asked += 1
-            if self._asked <= len(_ASK_AT):
-                self._control.notes.ask_wait_status(missing())
+            self._control.notes.ask_wait_status(wait.missing())
 
     def withdraw(self) -> None:
         """Take a report back: the wait is over."""

@@ -38,6 +38,7 @@ class MPITransport(Transport):
 
     name = "mpi"
     spins = _SPINS
+    copied = 64 << 10
 
     def __init__(
         self, comm: MPI.Intracomm, *, share: bool = True, nodes: Sequence[int] | None = None
@@ -103,7 +104,8 @@ class MPITransport(Transport):
     def send(self, buffer: Bytes, dest: int, tag: int) -> Handle:
         if dest == self.rank:
             return self._own.send((dest, dest, tag), buffer)
-        return begin(self.mpi_comm.Isend, [buffer, MPI.BYTE], dest, tag)
+        start = self.mpi_comm.Isend if len(buffer) <= self.copied else self.mpi_comm.Issend
+        return begin(start, [buffer, MPI.BYTE], dest, tag)
 
     def recv(self, buffer: Bytes, source: int, tag: int) -> Handle:
         if source == self.rank:

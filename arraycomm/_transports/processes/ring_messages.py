@@ -14,15 +14,13 @@ from typing import Final
 
 import numpy as np
 
-from arraycomm._transports.base import Bytes, Handle
+from arraycomm._transports.base import Bytes, Handle, Transport
 from arraycomm._transports.mailbox import Mailbox
 from arraycomm._transports.processes.rings import Ring, Transfer
 
 # A frame begins with its kind, its tag, the number of its message, and the bytes that follow.
 _WORDS: Final = 4
 _SHORT, _LONG, _TAKEN = range(3)
-# Messages of at most this many bytes are finished once they are on their way.
-_SHORT_BYTES: Final = 4096
 _NOTHING: Final = np.empty(0, np.uint8)
 
 
@@ -124,7 +122,7 @@ class Messages:
         if dest == self._rank:
             return self._mailbox.send((dest, dest, tag), buffer)
         number, peer = next(self._numbers), self._peers[dest]
-        short = len(buffer) <= _SHORT_BYTES
+        short = len(buffer) <= Transport.copied
         if not short:
             self.untaken.add(number)
         frame = _Frame(peer.ring, (_SHORT if short else _LONG, tag, number), buffer)
