@@ -100,13 +100,13 @@ class _Wait:
     def __str__(self) -> str:
         return f"{self.doing} rank {self.peer} with tag {self.tag}"
 
-    def counted(self, group: Group) -> tuple[int, ...]:
-        """Return how messages like this one are counted; see `Wait`."""
+    def told(self, group: Group) -> Wait:
+        """Return what is told of this wait."""
         sends = self.doing == "send to"
-        if sends and (self.nbytes <= group.transport.copied or self.tag >= MANY):
-            return ()
-        counts = group.sent if sends else group.received
-        return int(sends), self.tag, *counts[self.peer, self.tag]
+        unknown = sends and (self.nbytes <= group.transport.copied or self.tag >= MANY)
+        [count] = (group.sent if sends else group.received)[self.peer, self.tag]
+        counted = () if unknown else (int(sends), self.tag, count)
+        return Wait(lambda: [self.peer], str(self), call_site(), None, counted=counted)
 
 
 class Wanted(NamedTuple):
@@ -269,8 +269,7 @@ class Messenger:
     def refuse(self, error: Exception, dest: int, source: int, tag: int) -> None:
         """Raise the error of an array of `sendrecv`, and tell the rank that would have got it."""
         name_operation(error, "sendrecv")
-        arguments = (None, dest, tag, None, error)
-        sending = self._post("sendrecv", self._sending, *arguments, awaited=True)
+        sending = self._post("sendrecv", self._sending, None, dest, tag, None, error, awaited=True)
         receiving = self._recv_awaited(source, tag, None, None, None, timeout=None)
         self._wait("sendrecv", sending, receiving)
 
@@ -287,13 +286,8 @@ class Messenger:
             self._statistics.add_seconds(operation, time.perf_counter() - started)
 
     def _drive(self, steps: Steps, wait: _Wait, operation: str) -> Any:
-        group = self._group
-
-        def watch(waited: float) -> None:
-            found = Wait(lambda: [wait.peer], str(wait), call_site(), None)
-            group.check_message(found._replace(counted=wait.counted(group)), waited)
-
-        return group.engine.run(self._delivered(steps, operation), watch)
+        group, delivered = self._group, self._delivered(steps, operation)
+        return group.engine.run(delivered, lambda s: group.check_message(wait.told(group), s))
 
     def _wait(self, operation: str, *requests: _Pending) -> list[Any]:
         """Wait for messages; what interrupts the wait ends them."""

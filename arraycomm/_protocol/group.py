@@ -63,8 +63,7 @@ class Group:
     def __init__(self, transport: Transport, options: Options, name: str = "world") -> None:
         # What moves data, and the steps in which headers are shown.
         self.transport, self.control = transport, transport.control
-        self.options = options
-        self.name = name
+        self.options, self.name = options, name
         self.backend = transport.name
         # What modules above keep for this group, by keys of their own.
         self.kept: dict[Any, Any] = {}
@@ -75,9 +74,8 @@ class Group:
         self.related: list[Group] = [self]
         # The ranks of this group as ranks of the family's first group.
         self.family_ranks: Sequence[int] = range(self.size)
-        deadlocks = DeadlockWatch(
-            self, certain=options.check, own_process=transport.name != "threads"
-        )
+        own = transport.name != "threads"
+        deadlocks = DeadlockWatch(self, certain=options.check, own_process=own)
         self.watchdog = Watchdog(transport, name, options.timeout, deadlocks)
         self.engine = Engine(
             transport.spins,
@@ -100,15 +98,13 @@ class Group:
         self.open_together: list[int] = []
         # Records the calls of this group and its family while a trace is on.
         self.tracer: Tracer | None = None
-        # Called when a guard or a tracer is to see every call, also those that do not come to the
-        # runner.
+        # Called when a guard or a tracer is to see every call, also such as pass by the runner.
         self.on_watch: list[Callable[[], None]] = []
         # Called when the group ends on this rank, however it does.
         self.on_end: list[Callable[[], None]] = []
         # Called before those when an error ends it: what is under way has to be given up.
         self.on_failure: list[Callable[[], None]] = []
-        # Called at the end of the program, and before the group is freed, to wait for what is under
-        # way outside the transport.
+        # Called at the program's end, and before `free`, to wait for work outside the transport.
         self.on_exit: list[Callable[[], None]] = []
         self.on_free: list[Callable[[], None]] = []
         # The duplicates that no user sees, on all ranks alike, and what uses each.

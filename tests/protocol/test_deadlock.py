@@ -103,8 +103,7 @@ def _another_thread_calls(comm: Communicator, other: Communicator) -> None:
 
 def _a_request_goes_on(comm: Communicator, other: Communicator) -> None:
     """Rank 0 takes part in calls of `other` that it has started before, which need the last rank."""
-    late = comm.rank == comm.size - 1
-    if late:
+    if comm.rank == comm.size - 1:
         time.sleep(WHILE)
     requests = [other.iallreduce(np.ones(4)) for _ in range(2)]
     if comm.rank == 0:
@@ -145,13 +144,8 @@ def _a_communicator_has_a_short_timeout(comm: Communicator, other: Communicator)
 
 @pytest.mark.parametrize(
     "wait",
-    [
-        _another_thread_calls,
-        _a_request_goes_on,
-        _a_receive_is_not_waited_for,
-        _a_wait_ends_by_itself,
-        _a_communicator_has_a_short_timeout,
-    ],
+    [_another_thread_calls, _a_request_goes_on, _a_receive_is_not_waited_for]
+    + [_a_wait_ends_by_itself, _a_communicator_has_a_short_timeout],
 )
 @each_rank_of(3)
 def test_ranks_that_can_go_on_do_so(comm: Communicator, wait: Callable[..., None]) -> None:
