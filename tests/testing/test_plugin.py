@@ -430,7 +430,7 @@ def test_never():
 def test_rank_stuck_outside_python_ends_the_run_with_its_stack(tmp_path) -> None:
     file = tmp_path / "test_stuck.py"
     file.write_text(STUCK, encoding="utf-8")
-    job = run_pytest(*PLAIN, "--ranks-timeout=3", str(file), ranks=2)
+    job = run_pytest(*PLAIN, "--ranks-timeout=3", str(file), ranks=3)
     assert job.returncode not in (0, None)
     assert "rank 1 did not end the test within 3 s" in job.stdout
     assert re.search(r"line 6, in test_stuck\n\s+MPI.COMM_WORLD.recv", job.stdout)

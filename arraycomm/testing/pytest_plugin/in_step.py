@@ -385,7 +385,10 @@ class InStep:
             closed = test.world is not None or world_is_closed()
             ended = Ended(test.outcomes, test.parts, left, closed)
             everyone: list[Ended] = self._exchange(f"the end of {test.item.nodeid}", ended)
-        except GaveUp:
+        except (GaveUp, pytest.exit.Exception) as error:
+            # Another rank may have given up a moment earlier.
+            if isinstance(error, pytest.exit.Exception) and GaveUp.__name__ not in str(error):
+                raise
             return self._give_up(test)
         finally:
             tells.cancel()
