@@ -67,7 +67,7 @@ def _choosing(way: str, chunk: int | None = None) -> Iterator[None]:
         _choice.way = _choice.chunk = None
 
 
-def _check(comm, reduction: Reduction, root: int) -> None:
+def check_reduction(comm, reduction: Reduction, root: int) -> None:
     # Nothing is so small that it travels with the header.
     internals.set_inline_bytes(comm, -1)
     op, x, want = reduction.op, reduction.arrays.build(comm.rank), reduction.fold()
@@ -85,7 +85,7 @@ def _check(comm, reduction: Reduction, root: int) -> None:
 )
 def test_way_does_not_matter(comm, reduction, way, root) -> None:
     with _choosing(way):
-        _check(comm, reduction, root)
+        check_reduction(comm, reduction, root)
         # It is seldom drawn.
         empty = np.empty((comm.size, 0), np.float32)
         comm.reduce(empty, root=root)
@@ -101,7 +101,7 @@ def test_way_does_not_matter(comm, reduction, way, root) -> None:
 def test_chunk_size_does_not_matter(comm, reduction, chunks, root) -> None:
     count = reduction.arrays.value[0].shape[0]
     with _choosing("slices", -(-count // chunks)):
-        _check(comm, reduction, root)
+        check_reduction(comm, reduction, root)
 
 
 @given(

@@ -12,13 +12,15 @@ from hypothesis import strategies as st
 
 from arraycomm import allreduce_gradients, allreduce_tree
 from arraycomm._reduce import segment
-from arraycomm._trees import layout
+from arraycomm._training.rounds import Bucket, Place, Rounds
+from arraycomm._trees import fusion, layout
 from arraycomm._trees.layout import cut, lay_out, messages, slots_of
 from arraycomm.testing import given as given_on_ranks
 from arraycomm.testing import strategies as ranked
 from arraycomm.testing._arrays.frameworks import elements_of
+from arraycomm.testing._arrays.oracle import expected
 from arraycomm.testing.conformance._checks import check_elements, leaves_of
-from arraycomm.testing.conformance._tree_inputs import reducible_trees
+from arraycomm.testing.conformance._tree_inputs import gradients, reducible_trees
 from tests.support import internals
 
 # Each example makes some tens of calls.
@@ -119,17 +121,18 @@ def test_every_leaf_lies_in_one_message_and_a_large_one_alone(specs, bucket_byte
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cut trees into chunks of a few leaves."""
-    monkeypatch.setattr(segment, "_CHUNK_BYTES", 128)
+    """Cut trees into chunks of a few leaves, of which larger ones may be written over."""
+    monkeypatch.setattr(segment, "_CHUNK_BYTES", 1024)
+    monkeypatch.setattr(fusion, "_LARGE", 64)
 
 
-def check_tree(comm, drawn, **options) -> None:
+def check_tree(comm, drawn, inline=-1, **options) -> None:
     """Fail unless leaves that are fused are reduced as each is alone."""
     op, tree = drawn
     leaves = [leaf for (leaf,) in leaves_of(tree)]
     wants = [None if x is None else elements_of(comm.allreduce(x, op)) for x in leaves]
-    # Nothing is so small that it travels with the header, or in a few steps of the control channel.
-    internals.set_inline_bytes(comm, -1)
+    # Nothing of more bytes travels with the header, or in a few steps of the control channel.
+    internals.set_inline_bytes(comm, inline)
     for reduce in (allreduce_tree, allreduce_gradients):
         got = reduce(leaves, op, comm=comm, **options)
         for leaf, want in zip(got, wants, strict=True):
@@ -150,3 +153,17 @@ def test_shared_memory_does_not_matter(comm, drawn) -> None:
 def test_buckets_do_not_matter(comm, drawn, bucket_bytes) -> None:
     internals.forbid_segment(comm)
     check_tree(comm, drawn, bucket_bytes=bucket_bytes)
+
+
+@pytest.mark.usefixtures("small_chunks")
+@given_on_ranks(ranks=range(2, 6), drawn=gradients())
+def test_results_may_be_written_over_gradients(comm, drawn) -> None:
+    """Optimizers allow it, and find results there or elsewhere, in one chunk or in several."""
+    op, leaves = drawn[0], 3 * drawn[1]
+    mine = {number: leaf.build(comm.rank) for number, leaf in enumerate(leaves)}
+    rounds = Rounds(comm, op, {"bucket_bytes": 1 << 22, "compression": None})
+    internals.set_inline_bytes(comm, -1)
+    bucket = Bucket(0, [*mine])
+    got = rounds.reduce(bucket, lambda: mine, Place(), may_overwrite=True).leaves
+    for number, leaf in enumerate(leaves):
+        check_elements(elements_of(got[number]), expected(leaf.elements(), op), op)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from arraycomm._folds import fold
@@ -26,9 +27,19 @@ from arraycomm._reduce.chain import (
 from arraycomm._reduce.segment import ChunkTask
 from arraycomm._transports.control import SharedControl
 from arraycomm._transports.node_chain import NodeChain, is_chain
+from arraycomm._transports.threads import ThreadsTransport
+from arraycomm._trees import shared_memory
+from arraycomm.testing import given as given_on_ranks
+from arraycomm.testing import strategies as ranked
+from arraycomm.testing._arrays.rank_values import rank_count
+from arraycomm.testing.conformance._inputs import reductions, reductions_of_sizes
+from arraycomm.testing.conformance._tree_inputs import reducible_trees
+from properties.test_algorithm_laws import check_reduction
+from properties.test_tree_laws import FEW, check_tree
+from tests.support import internals
 from tests.support.on_ranks import alone
 
-# Nothing in it depends on what else runs; test_placements.py has real ranks.
+# Nothing in it depends on what else runs; test_placements.py has processes.
 pytestmark = alone
 
 MIB = 1 << 20
@@ -36,20 +47,17 @@ MIB = 1 << 20
 # The choice
 
 
-@pytest.mark.parametrize(
-    ("members", "chained"),
-    [
-        ([[0, 1], [2, 3]], True),
-        ([[0, 1, 2], [3, 4]], True),
-        ([[0, 1, 2, 3]], False),
-        ([[0], [1]], False),
-        ([[0, 1], [2]], False),
-        ([[0, 2], [1, 3]], False),
-        ([[0, 1], [2, 3], [4, 5]], True),
-    ],
-)
-def test_nodes_whose_ranks_follow_one_another_are_a_chain(members, chained) -> None:
-    assert is_chain(members) == chained
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=7))
+def test_nodes_whose_ranks_follow_one_another_are_a_chain(nodes) -> None:
+    numbers = list(dict.fromkeys(nodes))
+    follow = nodes == sorted(nodes, key=numbers.index)
+    several = len(numbers) > 1 and all(nodes.count(number) > 1 for number in numbers)
+    assert is_chain(members_of(nodes)) == (follow and several)
+
+
+def members_of(nodes: list[int]) -> list[list[int]]:
+    """Return the ranks of each node."""
+    return [[r for r, n in enumerate(nodes) if n == node] for node in dict.fromkeys(nodes)]
 
 
 def test_a_chain_is_taken_if_it_sends_less_and_its_turns_take_less_than_that() -> None:
@@ -209,7 +217,15 @@ DTYPES = [np.dtype(name) for name in ("f4", "f8", "i2", "c8", "c16", "f2")] + [
 SMALL = 4096
 
 
-@settings(deadline=None, max_examples=20)
+@contextmanager
+def small_chunks(**others: Any) -> Iterator[None]:
+    small = {"_CHUNK": SMALL, "_LEAST_CHUNK": SMALL // 4, "_WORKED": 256, **others}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in small.items():
+            patch.setattr(chain, name, value)
+        yield
+
+
 @given(
     sizes=st.lists(st.integers(2, 7), min_size=2, max_size=4)
     | st.lists(st.integers(2, 3), min_size=5, max_size=8),
@@ -226,11 +242,7 @@ def test_results_are_in_rank_order_whoever_goes_on_first(
     sizes, many, in_pieces, seed, calls
 ) -> None:
     """Several calls one after another, of no chunk, one and more than memory has rows for; also in place."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chain, "_CHUNK", SMALL)
-        patch.setattr(chain, "_LEAST_CHUNK", SMALL // 4)
-        patch.setattr(chain, "_WORKED", 256)
-        patch.setattr(chain, "_MANY", many)
+    with small_chunks(_MANY=many):
         job = _Job(sizes, seed)
         rng, expected, made = np.random.default_rng(seed), [], []
         for count, dtype, in_place in calls:
@@ -269,3 +281,85 @@ def test_a_link_carries_each_element_once_in_each_direction() -> None:
     for (source, target), nbytes in job.network.nbytes.items():
         links[source // 3, target // 3] += nbytes
     assert links == dict.fromkeys([(0, 1), (1, 2), (2, 1), (1, 0)], rows[0].nbytes)
+
+
+# Threads on pretended nodes
+
+
+class _Nodes(ThreadsTransport):
+    """One of the threads of `link`, on nodes of which each has memory of its own."""
+
+    def __init__(self, link: ThreadsTransport, nodes: list[int]) -> None:
+        group, rank, members = link._group, link.rank, members_of(nodes)
+        super().__init__(group, rank)
+        self._nodes, ranks = nodes, next(ranks for ranks in members if rank in ranks)
+        if is_chain(members):
+            memory = np.zeros(SharedControl.nbytes(len(ranks)), np.uint8)
+            memory = group.offers.setdefault(f"control of {ranks}", memory)
+            here = SharedControl(ranks.index(rank), len(ranks), memory)
+            self.chain = _Between(self, members, here)
+
+    @property
+    def slot(self) -> tuple[int, bool]:
+        return self.control.payload, False
+
+    def nodes(self) -> list[int]:
+        return self._nodes
+
+    def offer_memory(self, nbytes: int) -> str:
+        name = f"of node {self._nodes[self.rank]}"
+        self._group.offers[name] = np.zeros(nbytes, np.uint8)
+        return name
+
+    def open_memory(self, name: str, nbytes: int) -> Any:
+        own = name == f"of node {self._nodes[self.rank]}"
+        return super().open_memory(name, nbytes) if own else None
+
+
+class _Between(NodeChain):
+    def __init__(self, link: _Nodes, members: list[list[int]], control: SharedControl) -> None:
+        super().__init__(link.rank, members, control)
+        self._link = link
+
+    def send(self, buffer: Any, peer: int) -> Any:
+        # No message of a user has this tag.
+        return self._link.send(buffer, peer, -1)
+
+    def recv(self, buffer: Any, peer: int) -> Any:
+        return self._link.recv(buffer, peer, -1)
+
+
+@pytest.fixture
+def _chained(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(shared_memory, "_PIECE", 64)
+    with small_chunks(is_quicker=lambda *_: True):
+        yield
+
+
+@st.composite
+def nodes_of_ranks(draw: st.DrawFn) -> list[int]:
+    """Draw the node of each rank, of two ranks at least: in the order of ranks, or not."""
+    count = rank_count()
+    nodes = draw(st.integers(2, count // 2))
+    more = draw(st.lists(st.integers(0, nodes - 1), min_size=count, max_size=count))
+    in_order = sorted([*range(nodes), *range(nodes), *more[2 * nodes :]])
+    return draw(st.just(in_order) | st.permutations(in_order))
+
+
+@FEW
+@given_on_ranks(
+    ranks=range(4, 9),
+    nodes=nodes_of_ranks(),
+    reduction=reductions() | reductions_of_sizes(),
+    tree=reducible_trees(),
+    root=ranked.roots(),
+)
+@pytest.mark.usefixtures("_chained")
+def test_nodes_do_not_matter(comm, nodes, reduction, tree, root) -> None:
+    """What ranks reduce does not depend on which of them share a node."""
+    link = internals.transport(comm).split(0, range(comm.size))
+    timeout = internals.options(comm).timeout
+    part = internals.communicator(_Nodes(link, nodes), timeout=timeout)
+    check_reduction(part, reduction, root)
+    # A tree of no bytes is none for a chain.
+    check_tree(part, tree, inline=0)
