@@ -15,15 +15,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arraycomm._folds import fold
+from arraycomm._folds import fold, total_dtype
 from arraycomm._reduce import chain
-from arraycomm._reduce.chain import (
-    ChainSegment,
-    chunk_bytes,
-    chunk_tasks,
-    is_quicker,
-    largest_chunk,
-)
+from arraycomm._reduce.chain import ChainSegment, chunk_bytes, chunk_tasks, largest_chunk
 from arraycomm._reduce.segment import ChunkTask
 from arraycomm._transports.control import SharedControl
 from arraycomm._transports.node_chain import NodeChain, is_chain
@@ -43,34 +37,6 @@ from tests.support.on_ranks import alone
 pytestmark = alone
 
 MIB = 1 << 20
-
-# The choice
-
-
-@given(st.lists(st.integers(0, 2), min_size=1, max_size=7))
-def test_nodes_whose_ranks_follow_one_another_are_a_chain(nodes) -> None:
-    numbers = list(dict.fromkeys(nodes))
-    follow = nodes == sorted(nodes, key=numbers.index)
-    several = len(numbers) > 1 and all(nodes.count(number) > 1 for number in numbers)
-    assert is_chain(members_of(nodes)) == (follow and several)
-
-
-def members_of(nodes: list[int]) -> list[list[int]]:
-    """Return the ranks of each node."""
-    return [[r for r, n in enumerate(nodes) if n == node] for node in dict.fromkeys(nodes)]
-
-
-def test_a_chain_is_taken_if_it_sends_less_and_its_turns_take_less_than_that() -> None:
-    assert is_quicker(64 << 10, 2, 2, 1)
-    # The total of 16-bit floats has twice their bytes: as many as the slices of three ranks.
-    assert not is_quicker(64 * MIB, 2, 3, 2)
-    assert is_quicker(64 * MIB, 2, 4, 2)
-    # Two ranks of three nodes get what they would by slices.
-    assert not is_quicker(64 * MIB, 3, 2, 1)
-    assert not is_quicker(8 * MIB, 4, 2, 1)
-    assert is_quicker(64 * MIB, 4, 2, 1)
-    # With many ranks, slices are more messages than a chain has turns.
-    assert is_quicker(64 << 10, 2048, 64, 1)
 
 
 @given(st.integers(0, 1 << 36), st.integers(2, 4096), st.integers(2, 512))
@@ -265,25 +231,24 @@ def test_results_are_in_rank_order_whoever_goes_on_first(
         job.run([program(rank) for rank in range(sum(sizes))])
         for result, outs in expected:
             assert all(out.tobytes() == result.tobytes() for out in outs)
-
-
-def test_a_link_carries_each_element_once_in_each_direction() -> None:
-    job = _Job([3, 3, 3], 0)
-    rows, outs = np.ones((9, 2 * MIB), np.float32), np.empty((9, 2 * MIB), np.float32)
-    job.run(
-        [
-            own.reduce(chunk_tasks(own, x, out), "sum")
-            for own, x, out in zip(job.segments, rows, outs, strict=True)
-        ]
-    )
-    assert (outs == 9).all()
+    # A link between nodes carries each element once in each direction: a total, and the result.
+    node = np.repeat(range(len(sizes)), sizes)
     links: dict[tuple[int, int], int] = defaultdict(int)
     for (source, target), nbytes in job.network.nbytes.items():
-        links[source // 3, target // 3] += nbytes
-    assert links == dict.fromkeys([(0, 1), (1, 2), (2, 1), (1, 0)], rows[0].nbytes)
+        links[node[source], node[target]] += nbytes
+    totals = sum(count * total_dtype(dtype).itemsize for count, dtype, _ in calls)
+    results = sum(count * dtype.itemsize for count, dtype, _ in calls)
+    pairs = list(pairwise(range(len(sizes))))
+    want = dict.fromkeys(pairs, totals) | dict.fromkeys([(b, a) for a, b in pairs], results)
+    assert {link: links[link] for link in want} == want == {**want, **links}
 
 
 # Threads on pretended nodes
+
+
+def members_of(nodes: list[int]) -> list[list[int]]:
+    """Return the ranks of each node."""
+    return [[r for r, n in enumerate(nodes) if n == node] for node in dict.fromkeys(nodes)]
 
 
 class _Nodes(ThreadsTransport):
@@ -338,11 +303,12 @@ def _chained(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @st.composite
 def nodes_of_ranks(draw: st.DrawFn) -> list[int]:
-    """Draw the node of each rank, of two ranks at least: in the order of ranks, or not."""
+    """Draw the node of each rank: mostly of two ranks at least, and in the order of ranks."""
     count = rank_count()
-    nodes = draw(st.integers(2, count // 2))
+    nodes = draw(st.integers(1, count // 2))
     more = draw(st.lists(st.integers(0, nodes - 1), min_size=count, max_size=count))
     in_order = sorted([*range(nodes), *range(nodes), *more[2 * nodes :]])
+    in_order[-1] += draw(st.sampled_from((0, 0, 1)))
     return draw(st.just(in_order) | st.permutations(in_order))
 
 
@@ -359,7 +325,10 @@ def test_nodes_do_not_matter(comm, nodes, reduction, tree, root) -> None:
     """What ranks reduce does not depend on which of them share a node."""
     link = internals.transport(comm).split(0, range(comm.size))
     timeout = internals.options(comm).timeout
-    part = internals.communicator(_Nodes(link, nodes), timeout=timeout)
+    part = internals.communicator(made := _Nodes(link, nodes), timeout=timeout)
+    several = len(set(nodes)) > 1 and all(nodes.count(node) > 1 for node in nodes)
+    follow = nodes == sorted(nodes, key=nodes.index)
+    assert (made.chain is not None) == (several and follow)
     check_reduction(part, reduction, root)
     # A tree of no bytes is none for a chain.
     check_tree(part, tree, inline=0)

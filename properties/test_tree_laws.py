@@ -18,11 +18,12 @@ from arraycomm._trees.layout import cut, lay_out, messages, slots_of
 from arraycomm.testing import given as given_on_ranks
 from arraycomm.testing import strategies as ranked
 from arraycomm.testing._arrays.frameworks import elements_of
-from arraycomm.testing._arrays.oracle import expected
-from arraycomm.testing.conformance._checks import check_elements, leaves_of
+from arraycomm.testing._arrays.oracle import expected, same_bits
+from arraycomm.testing.conformance._checks import check_elements, leaves_of, native
 from arraycomm.testing.conformance._tree_inputs import gradients, reducible_trees
 from tests.support import internals
 
+NO_OPTIONS = {"bucket_bytes": 1 << 20, "compression": None}
 # Each example makes some tens of calls.
 FEW = settings(max_examples=max(1, int(os.environ.get("EXAMPLES") or "15") // 3))
 
@@ -156,14 +157,25 @@ def test_buckets_do_not_matter(comm, drawn, bucket_bytes) -> None:
 
 
 @pytest.mark.usefixtures("small_chunks")
-@given_on_ranks(ranks=range(2, 6), drawn=gradients())
-def test_results_may_be_written_over_gradients(comm, drawn) -> None:
-    """Optimizers allow it, and find results there or elsewhere, in one chunk or in several."""
+@given_on_ranks(ranks=range(1, 6), drawn=gradients(), overlap=st.booleans())
+def test_results_may_be_written_over_gradients(comm, drawn, overlap) -> None:
+    """Optimizers allow it, unless gradients share memory; those that are no results stay."""
     op, leaves = drawn[0], 3 * drawn[1]
-    mine = {number: leaf.build(comm.rank) for number, leaf in enumerate(leaves)}
-    rounds = Rounds(comm, op, {"bucket_bytes": 1 << 22, "compression": None})
+    mine = [leaf.build(comm.rank) for leaf in leaves]
+    elements = [leaf.elements() for leaf in leaves]
+    whole = (np.arange(100) % 2).astype(elements[0][0].dtype)
+    for part in (whole[:-8], whole[8:]) if overlap else ():
+        mine.append(part)
+        elements.append([part.copy()] * comm.size)
+    rounds, bucket = Rounds(comm, op, NO_OPTIONS), Bucket(0, range(len(mine)))
     internals.set_inline_bytes(comm, -1)
-    bucket = Bucket(0, [*mine])
-    got = rounds.reduce(bucket, lambda: mine, Place(), may_overwrite=True).leaves
-    for number, leaf in enumerate(leaves):
-        check_elements(elements_of(got[number]), expected(leaf.elements(), op), op)
+    got = rounds.reduce(bucket, lambda: dict(enumerate(mine)), Place(), may_overwrite=True).leaves
+    is_apart = comm.size > 1 and internals.is_shared(comm) and not overlap
+    for number, (leaf, rows) in enumerate(zip(mine, elements, strict=True)):
+        check_elements(elements_of(got[number]), expected(rows, op), op)
+        if got[number] is not leaf:
+            assert same_bits(native(elements_of(leaf)), rows[comm.rank])
+            plain = type(leaf) is np.ndarray and leaf.flags.carray and leaf.dtype.isnative
+            assert not (is_apart and plain and leaf.nbytes >= 64)
+        else:
+            assert is_apart

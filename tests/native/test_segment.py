@@ -16,7 +16,7 @@ import pytest
 import arraycomm as ac
 from arraycomm._communicator import Communicator
 from arraycomm._native import compiled
-from arraycomm._reduce import segment, selection
+from arraycomm._reduce import chain, segment, selection
 from arraycomm.testing import run
 from tests.support import internals
 from tests.support.on_ranks import each_rank_of
@@ -210,6 +210,19 @@ def test_the_segment_is_used_as_was_measured() -> None:
         (8, 1 << 30, True),
     ]:
         assert segment.is_quicker(nbytes, size) == quicker
+
+
+def test_a_chain_is_taken_if_it_sends_less_and_its_turns_take_less_than_that() -> None:
+    assert chain.is_quicker(64 << 10, 2, 2, 1)
+    # The total of 16-bit floats has twice their bytes: as many as the slices of three ranks.
+    assert not chain.is_quicker(64 * (1 << 20), 2, 3, 2)
+    assert chain.is_quicker(64 * (1 << 20), 2, 4, 2)
+    # Two ranks of three nodes get what they would by slices.
+    assert not chain.is_quicker(64 * (1 << 20), 3, 2, 1)
+    assert not chain.is_quicker(8 * (1 << 20), 4, 2, 1)
+    assert chain.is_quicker(64 * (1 << 20), 4, 2, 1)
+    # With many ranks, slices are more messages than a chain has turns.
+    assert chain.is_quicker(64 << 10, 2048, 64, 1)
 
 
 @each_rank_of(2)

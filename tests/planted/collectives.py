@@ -8,6 +8,7 @@ from tests.planted.fault import Fault
 
 _FOLDS: Final = "arraycomm/_folds/by_numpy.py"
 _HALVES: Final = "arraycomm/_folds/float16.py"
+_CHAIN: Final = "arraycomm/_reduce/chain.py"
 _ALGORITHMS: Final = "arraycomm/_reduce/algorithms.py"
 _REDUCTIONS: Final = "arraycomm/_collectives/reductions.py"
 _MOVEMENTS: Final = "arraycomm/_collectives/movements.py"
@@ -268,6 +269,27 @@ ALGORITHMS: Final = (
         "        made = np.roll(made, 1, axis=0)",
         "        made = np.roll(made, 0, axis=0)",
         ("functions_are_folded_in_rank_order",),
+    ),
+    Fault(
+        "total of the chunk before: a node folds onto a total that another chunk has",
+        _CHAIN,
+        "            total = memory.totals[number & 1]",
+        "            total = memory.totals[number and 1 - (number & 1)]",
+        ("results_are_in_rank_order_whoever_goes_on_first",),
+    ),
+    Fault(
+        "node of one rank: nodes are a chain though one of them has a single rank",
+        "arraycomm/_transports/node_chain.py",
+        "min(map(len, members)) > 1",
+        "max(map(len, members)) > 1",
+        ("nodes_do_not_matter",),
+    ),
+    Fault(
+        "chunk of any length: the chunks of a chain end at no multiple of 64 bytes",
+        _CHAIN,
+        "    return min(max(-(-nbytes // (64 * count)), 1) * 64, largest)",
+        "    return min(max(-(-nbytes // count), 1), largest)",
+        ("chunks_fit_in_the_segment_and_are_about_equally_long",),
     ),
 )
 

@@ -156,4 +156,11 @@ TREES: Final = (
         "            arrays.append(part.array)",
         ("none_takes_the_tree_of_root",),
     ),
+    Fault(
+        "gradients that overlap: results are written over gradients that share memory",
+        "arraycomm/_trees/fusion.py",
+        "return frozenset(found) if found and _are_apart(sources) else _NONE",
+        "return frozenset(found)",
+        ("results_may_be_written_over_gradients",),
+    ),
 )

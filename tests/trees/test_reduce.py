@@ -2,14 +2,12 @@ from __future__ import annotations
 
 import enum
 
-import ml_dtypes
 import numpy as np
 import pytest
 
 import arraycomm as ac
 from arraycomm._communicator import Communicator
 from arraycomm._reduce import chain
-from arraycomm._training.rounds import Bucket, Place, Rounds
 from tests.support import internals
 from tests.support.on_ranks import LAUNCH, each_rank_of
 
@@ -22,56 +20,6 @@ on_threads = pytest.mark.skipif(
 class Color(enum.Enum):
     RED = 1
     BLUE = 2
-
-
-def _large(rank: int, *, held: bool) -> dict[int, np.ndarray]:
-    """Return gradients by the numbers of their parameters; results can be written over the first three.
-
-    The native part can hold them, unless one is not contiguous.
-    """
-    random = np.random.default_rng(rank)
-    leaves = {
-        0: random.standard_normal((300, 401), np.float32),
-        1: random.standard_normal(100_000, np.float32).astype(ml_dtypes.bfloat16),
-        2: random.standard_normal(20_001),
-        3: random.standard_normal((201, 300)).T,
-        4: random.standard_normal(5),
-        5: random.standard_normal(50_000),
-    }
-    leaves[5].flags.writeable = False
-    if held:
-        leaves[3] = np.ascontiguousarray(leaves[3])
-    return leaves
-
-
-@pytest.mark.parametrize("held", ["by all ranks", "by rank 0", "by none"])
-@pytest.mark.parametrize("op", ["sum", "mean"])
-@each_rank_of("few")
-def test_results_are_written_over_large_gradients(comm: Communicator, op, held) -> None:
-    is_held = held == "by all ranks" or (held == "by rank 0" and comm.rank == 0)
-    mine = _large(comm.rank, held=is_held)
-    want = ac.allreduce_tree(mine, op, comm=comm)
-    rounds = Rounds(comm, op, {"bucket_bytes": 1 << 20, "compression": None})
-    reduced = rounds.reduce(Bucket(0, list(mine)), lambda: mine, Place(), may_overwrite=True)
-    over = [number for number, leaf in mine.items() if reduced.leaves[number] is leaf]
-    for number, leaf in reduced.leaves.items():
-        assert (leaf == want[number]).all()
-        assert leaf.dtype == mine[number].dtype
-        assert number in over or (mine[number] == _large(comm.rank, held=is_held)[number]).all()
-    assert over in ([], [0, 1, 2], [0, 1, 2, 3])
-    assert bool(over) == (internals.is_shared(comm) and comm.size > 1)
-
-
-@each_rank_of(3)
-def test_gradients_that_share_memory_are_not_overwritten(comm: Communicator) -> None:
-    whole = np.arange(400_000.0) + comm.rank
-    mine = {0: whole[:-8], 1: whole[8:]}
-    want = ac.allreduce_tree(mine, comm=comm)
-    rounds = Rounds(comm, "mean", {"bucket_bytes": 1 << 20, "compression": None})
-    reduced = rounds.reduce(Bucket(0, [0, 1]), lambda: mine, Place(), may_overwrite=True)
-    for number, leaf in reduced.leaves.items():
-        assert (leaf == want[number]).all()
-    assert (whole == np.arange(400_000.0) + comm.rank).all()
 
 
 @each_rank_of("few")
