@@ -68,10 +68,10 @@ in_wheel := properties/test_laws.py $(patsubst %,tests/%.py,test_packaging cli/t
 	collectives/test_objects collectives/test_requests protocol/test_engine trees/test_reduce \
 	training/test_data_on_ranks testing/test_run)
 # The laws, and a file for each thing that is promised beside them.
-quick := properties/test_laws.py properties/test_schedule_laws.py $(patsubst %,tests/%.py,test_packaging \
+quick := properties/test_laws.py properties/test_refusal_laws.py properties/test_schedule_laws.py $(patsubst %,tests/%.py,test_packaging \
 	arrays/test_dlpack arrays/test_results arrays/test_malformed \
 	collectives/test_requests collectives/test_objects collectives/test_groups collectives/test_together collectives/test_reproducible \
-	protocol/test_arguments protocol/test_errors protocol/test_missing_ranks protocol/test_engine trees/test_reduce training/test_data_on_ranks training/test_metrics \
+	protocol/test_errors protocol/test_missing_ranks protocol/test_engine trees/test_reduce training/test_data_on_ranks training/test_metrics \
 	cuda/test_nccl_link cuda/test_staged_link testing/test_run)
 # Programs that are launched, of which MPI libraries may end some otherwise; the files that take longest come first.
 # By their names: pytest collects a file with its directory if it is given both.

@@ -10,14 +10,29 @@ import functools
 import os
 from collections.abc import Sequence
 
+import hypothesis
+
 from arraycomm import _launch
 from arraycomm._communicator import Communicator
 from arraycomm._transports.base import Transport
 from arraycomm._transports.threads import SelfTransport
+from arraycomm.testing import ArrayCase
+from arraycomm.testing._arrays.rank_values import RankValues
 from arraycomm.testing.conformance import Conformance
+from arraycomm.testing.conformance._inputs import Arrays, Reduction, Sealed
 from tests.support import internals
 
 TIMEOUT = 60.0
+
+# Keys in the other order and colors, all of which differ by hundreds, are seldom drawn.
+for _colors, _keys in (((0, 0, 0), (300, 200, 100)), ((0, 100, 200), (0, 0, 0))):
+    hypothesis.example(
+        ranks=3,
+        colors=Sealed(RankValues(*_colors)),
+        outside=Sealed(RankValues(False, False, False)),
+        keys=Sealed(RankValues(*_keys)),
+        reduction=Reduction("sum", Arrays(RankValues(*[ArrayCase("int8", ())] * 3))),
+    )(Conformance.test_split_partitions)
 
 if _launch.detect(os.environ) is None:
 

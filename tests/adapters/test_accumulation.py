@@ -193,21 +193,6 @@ def test_compression_halves_the_bytes_and_leaves_other_dtypes_alone(
     assert count * (2 + 2 + 4 + 8) <= nbytes < count * (2 + 2 + 4 + 8) + 64 * 7
 
 
-WRONG = [*(("accumulate", value) for value in (0, -1, 2.0, True, None)), ("bucket_bytes", 0)]
-WRONG += [("compression", value) for value in ("float8", np.float16, True)]
-
-
-@pytest.mark.parametrize(("name", "value"), WRONG)
-@each_rank_of(2)
-def test_a_wrong_argument_on_one_rank_raises_on_all(
-    comm: ac.Communicator, name: str, value: Any
-) -> None:
-    options = {name: value} if comm.rank == 1 else {}
-    kind = ValueError if comm.rank == 1 else ac.PeerError
-    with pytest.raises(kind, match=f"DistributedOptimizer: {name} must be"):
-        ac.DistributedOptimizer(SGD(), comm=comm, **options)
-
-
 @pytest.mark.parametrize(
     "options", [{"accumulate": 2}, {"compression": "float16"}, {"op": "sum"}, {"bucket_bytes": 8}]
 )

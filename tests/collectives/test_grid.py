@@ -28,18 +28,6 @@ def test_numbers_of_ranks_are_chosen_and_neighbors_are_named_once(comm: Communic
 
 @each_rank_of("several")
 def test_wrong_grids_are_errors_on_every_rank(comm: Communicator) -> None:
-    for dims, periods, said in (
-        ((comm.size + 1,), False, f"grid: dims must be numbers whose product is {comm.size}, or 0"),
-        ((-1,), False, "grid: dims must be numbers whose product"),
-        ("a", False, "grid: dims must be an integer or several; got 'a'"),
-        (1, (True, False), "grid: periods must be a bool for each of 1 dims"),
-    ):
-        kind = TypeError if "several" in said else ValueError
-        with pytest.raises(kind, match=said):
-            comm.grid(dims, periods)
-        # That of one rank is told to the others.
-        with pytest.raises(ac.PeerError if comm.rank else kind, match=said):
-            comm.grid(1 if comm.rank else dims, False if comm.rank else periods)
     grid = comm.grid(1)
     with pytest.raises(ac.PeerError if comm.rank else ValueError, match="sub: keep must be a bool"):
         grid.sub((True,) if comm.rank else (True, True))

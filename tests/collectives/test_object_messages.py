@@ -61,10 +61,6 @@ def test_probe_names_a_message_and_leaves_it(comm: Communicator) -> None:
     assert comm.recv(left, 9).shape == (50_000,)
     ac.waitall(started)
     assert comm.iprobe(left) is None
-    with pytest.raises(ValueError, match=r"iprobe: source must be a rank"):
-        comm.iprobe(comm.size)
-    with pytest.raises(ValueError, match=r"probe: tag must be 0 to"):
-        comm.probe(0, -1)
 
 
 @each_rank_of("several")

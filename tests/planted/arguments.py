@@ -22,6 +22,13 @@ _OPTIMIZERS: Final = ("optimizers_step_as_those_of_torch",)
 
 ARGUMENTS: Final = (
     Fault(
+        "compression of any name: an unknown name of a compression is found wrong too late",
+        "arraycomm/_trees/reduce.py",
+        "(isinstance(compression, str) and compression in COMPRESSIONS)",
+        "(isinstance(compression, str) or compression in COMPRESSIONS)",
+        ("every_wrong_value_is_an_error_on_every_rank_which_go_on",),
+    ),
+    Fault(
         "keys clamped: keys of `split` above 99 are 99",
         _GROUPS,
         "    members.sort(key=lambda rank: (replies[rank][2], rank))",

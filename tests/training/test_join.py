@@ -150,14 +150,11 @@ def test_no_weight_leaves_torch_parameters_untouched(comm: Communicator, torch: 
 
 
 @pytest.mark.parametrize("shadows", [False, True])
-@pytest.mark.parametrize("wrong", ["exception", "other", "weight", "op", "leaf", "nested"])
+@pytest.mark.parametrize("wrong", ["exception", "other", "nested"])
 @each_rank_of("several")
 def test_what_is_wrong_in_one_block_raises_in_all(comm: Communicator, wrong, shadows) -> None:
-    errors = {"other": RuntimeError, "nested": RuntimeError, "leaf": TypeError}
-    errors["exception"] = KeyError
-
     def block() -> None:
-        with ac.join(comm) as joined:
+        with ac.join(comm):
             if shadows and comm.rank == 0:
                 return
             ac.allreduce_gradients(np.ones(2), comm=comm)
@@ -167,18 +164,12 @@ def test_what_is_wrong_in_one_block_raises_in_all(comm: Communicator, wrong, sha
                 raise KeyError("no such batch of join")
             elif wrong == "other":
                 comm.allreduce(1.0)
-            elif wrong == "nested":
-                ac.join(comm).__enter__()
-            elif wrong == "op":
-                ac.allreduce_gradients(np.ones(2), "max", comm=comm)
-            elif wrong == "leaf":
-                ac.allreduce_gradients("text", comm=comm)
             else:
-                joined.weight = -1
-                ac.allreduce_gradients(np.ones(2), comm=comm)
+                ac.join(comm).__enter__()
 
     mine = comm.rank == 1
-    error = errors.get(wrong, ValueError) if mine else ac.PeerError
+    error = KeyError if wrong == "exception" else RuntimeError
+    error = error if mine else ac.PeerError
     with pytest.raises(error, match=r"join|allreduce_gradients") as caught:
         block()
     assert mine or caught.value.rank == 1

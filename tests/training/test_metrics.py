@@ -72,21 +72,6 @@ def test_a_mean_is_one_message_whatever_it_holds(comm: Communicator, count) -> N
     assert list(comm.stats()) == ["mean_metrics"]
 
 
-@pytest.mark.parametrize(
-    ("weight", "error"),
-    [
-        *((-1, ValueError), (math.nan, ValueError), (math.inf, ValueError)),
-        *(("3", TypeError), (None, TypeError), (1j, TypeError), (np.ones(1), TypeError)),
-    ],
-)
-@each_rank_of("several")
-def test_a_wrong_weight_on_one_rank_raises_on_all(comm: Communicator, weight, error) -> None:
-    wrong = comm.rank == comm.size - 1
-    with pytest.raises(error if wrong else ac.PeerError, match=r"mean_metrics: .*weight"):
-        ac.mean_metrics({"loss": 1.0}, weight if wrong else 1, comm=comm)
-    assert ac.mean_metrics(2.0, np.float32(0.5), comm=comm) == 2.0
-
-
 @each_rank_of("several")
 def test_a_leaf_without_arithmetic_raises_with_its_path(comm: Communicator) -> None:
     bad = np.zeros(2, "datetime64[s]") if comm.rank == 0 else np.zeros(2)
