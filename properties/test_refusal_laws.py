@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 from hypothesis import strategies as st
+from numpy.lib.stride_tricks import as_strided
 
 import arraycomm as ac
 from arraycomm import Communicator
@@ -296,6 +298,25 @@ WRONG: dict[str, list[Wrong]] = {
 # Ranks without data take part all the same.
 WRONG["join"] = WRONG["allreduce_gradients"]
 
+# What is wrong with an `out` whose shape is known only when all have been heard, made from a right one.
+WRONG_OUTS: list[tuple[type[Exception], str, Callable[[Any], Any]]] = [
+    (ValueError, "must have the shape", lambda right: right[:-1].copy()),
+    (ValueError, "must have the shape", lambda right: np.ones((len(right), 3))),
+    (TypeError, "must have dtype", lambda right: right.astype("f8")),
+    (BufferError, "read-only", lambda right: np.broadcast_to(right[0], right.shape)),
+    (
+        *(BufferError, "share memory|read-only"),
+        lambda right: as_strided(right[0].copy(), right.shape, (0, 4)),
+    ),
+    (TypeError, "out must be an array", lambda _: "out"),
+    (TypeError, "out must be an array", lambda _: 1.0),
+    (OverflowError, "out", lambda _: 2**70),
+]
+if find_spec("jax") is not None:
+    import jax
+
+    WRONG_OUTS += [(BufferError, "immutable", lambda right: jax.numpy.ones(right.shape))]
+
 
 class Refusals:
     """Subclasses say over what."""
@@ -321,6 +342,40 @@ class Refusals:
                 assert f"{operation}: rank {blamed} raised" in str(caught.value)
                 assert "test_refusal_laws.py" in caught.value.traceback
             assert comm.allreduce(1) == comm.size
+
+    @given(
+        ranks=range(2, 5),
+        culprit=ranked.roots(),
+        length=st.sampled_from((3, 9_000)),
+        form=st.sampled_from(("", "i")),
+        timeout=TIMEOUT,
+    )
+    def test_wrong_out_of_a_later_known_shape_concerns_its_rank_alone(
+        self, comm: Communicator, culprit: int, length: int, form: str
+    ) -> None:
+        size, rank, root = comm.size, comm.rank, (culprit + 1) % comm.size
+        x, counts = np.full((size * length, 2), rank + 1, np.float32), [length] * size
+
+        def call(name: str, *arguments: Any, out: Any = None) -> Any:
+            begun = getattr(comm, form + name)(*arguments, out=out)
+            return begun.wait() if form else begun
+
+        for name, arguments in {
+            "allgatherv": (x,),
+            "gatherv": (x, culprit),
+            "alltoallv": (x, counts),
+            "scatterv": (x, counts, root) if rank == root else (None, None, root),
+        }.items():
+            right = call(name, *arguments)
+            # Others of `scatterv` know all but the length.
+            for kind, message, make in WRONG_OUTS[: 1 if name == "scatterv" else None]:
+                before = comm.iallgatherv(x)
+                if rank == culprit:
+                    with pytest.raises(kind, match=f"{name}: .*({message})"):
+                        call(name, *arguments, out=make(right))
+                else:
+                    assert np.array_equal(call(name, *arguments), right)
+                assert len(before.wait()) == size * len(x)
 
 
 if LAUNCHED:

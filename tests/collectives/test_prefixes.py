@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import arraycomm as ac
 from arraycomm._communicator import Communicator
 from arraycomm._dtypes import BY_NAME
 from arraycomm._reduce import blocks, selection
@@ -177,3 +178,12 @@ def test_out_may_be_the_input_or_overlap_it(comm: Communicator, name, monkeypatc
         got = getattr(comm, name)(x, out=out)
         assert right is None or got is out
         assert same(got, right, "sum"), (count, start)
+
+
+@each_rank_of(3)
+def test_exscan_looks_at_out_where_there_is_a_result(comm: Communicator) -> None:
+    for culprit in range(1, comm.size):
+        out = np.ones(5) if comm.rank in (0, culprit) else None
+        with pytest.raises(ValueError if comm.rank == culprit else ac.PeerError):
+            comm.exscan(np.ones(3), out=out)
+    assert comm.exscan(1) == (comm.rank or None)

@@ -29,6 +29,13 @@ ARGUMENTS: Final = (
         ("every_wrong_value_is_an_error_on_every_rank_which_go_on",),
     ),
     Fault(
+        "wrong out of a result that comes: what is wrong with it is raised before data moves",
+        "arraycomm/_calls/placement.py",
+        "            self._errors.append(error)",
+        "            raise",
+        ("wrong_out_of_a_later_known_shape_concerns_its_rank_alone",),
+    ),
+    Fault(
         "keys clamped: keys of `split` above 99 are 99",
         _GROUPS,
         "    members.sort(key=lambda rank: (replies[rank][2], rank))",
