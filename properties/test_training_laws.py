@@ -6,6 +6,8 @@ Gradients are integers, so that sums are exact, and parameters are compared bit 
 from __future__ import annotations
 
 import os
+from contextlib import suppress
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,9 +19,20 @@ import arraycomm as ac
 from arraycomm import _launch
 from arraycomm._training.shards import divide
 from arraycomm.adapters import numpy as plain
+from arraycomm.testing import given as given_on_ranks
 from arraycomm.testing import run
+from arraycomm.testing import strategies as ranked
 from arraycomm.testing._arrays.array_case import dtype_of
+from arraycomm.testing._arrays.frameworks import elements_of
 from arraycomm.testing._arrays.oracle import expected
+from arraycomm.testing.conformance._checks import check_elements, check_like
+from arraycomm.testing.conformance._inputs import Arrays, arrays
+from tests.adapters.arrays import MAKERS, elements
+
+# Before any thread does: others would find a part of the module.
+for _framework in ("torch", "jax"):
+    with suppress(ImportError):
+        import_module(_framework)
 
 pytestmark = pytest.mark.skipif(
     _launch.detect(os.environ) is not None, reason="runs where pytest is alone"
@@ -28,7 +41,7 @@ pytestmark = pytest.mark.skipif(
 SIZES = st.integers(1, 4)
 # Each example of torch takes many small steps.
 FEW = settings(max_examples=max(1, int(os.environ.get("EXAMPLES") or "15") // 3))
-Arrays = list[np.ndarray[Any, Any]]
+Leaves = list[np.ndarray[Any, Any]]
 
 
 class Training(NamedTuple):
@@ -52,15 +65,15 @@ class Training(NamedTuple):
             "shard": self.shard,
         }
 
-    def arrays(self, *seed: int) -> Arrays:
+    def arrays(self, *seed: int) -> Leaves:
         random = np.random.default_rng(seed)
         pairs = zip(self.shapes, self.dtypes, strict=True)
         return [random.integers(-9, 9, shape).astype(dtype) for shape, dtype in pairs]
 
-    def gradients(self, rank: int, step: int) -> Arrays:
+    def gradients(self, rank: int, step: int) -> Leaves:
         return self.arrays(1, rank, step)
 
-    def reduced(self, size: int, step: int) -> Arrays | None:
+    def reduced(self, size: int, step: int) -> Leaves | None:
         """Return what one process takes this step with; None if it only accumulates."""
         if (step + 1) % self.accumulate:
             return None
@@ -105,7 +118,7 @@ def bits_of_torch(params: Any) -> list[bytes]:
     return bits(leaf.detach().clone() for leaf in (*params, *gradients))
 
 
-def in_one_process(training: Training, size: int) -> Arrays:
+def in_one_process(training: Training, size: int) -> Leaves:
     params, optimizer = training.arrays(0), getattr(plain, training.optimizer)()
     for step in range(training.steps):
         reduced = training.reduced(size, step)
@@ -125,6 +138,50 @@ def test_ranks_update_as_one_process_does(size, training) -> None:
         return bits(params)
 
     assert run(size, train) == [bits(in_one_process(training, size))] * size
+
+
+class Keep:
+    """An optimizer whose parameters are the last gradients."""
+
+    def update(self, _: Any, grads: Any) -> Any:
+        return grads
+
+
+# Of which few sums are exact, but none is subnormal, which JAX takes for zero.
+SEVENTHS = st.integers(-99, 99).map(lambda number: number / 7) | st.sampled_from((-0.0, np.inf))
+
+
+@st.composite
+def gradients_of_steps(draw: st.DrawFn) -> list[Arrays]:
+    """Draw gradients of one dtype and shape for some steps; frameworks and layouts differ."""
+    dtype, shape = draw(ranked.dtypes("mean")), draw(st.sampled_from(((), (3,), (5, 4))))
+    drawn: dict[str, Any] = {"elements": SEVENTHS}
+    if dtype_of(dtype).kind == "c":
+        # Complex gradients with strides are refused.
+        drawn = {"elements": st.builds(complex, SEVENTHS, SEVENTHS), "layouts": "contiguous"}
+    return draw(st.lists(arrays(dtype, shape, **drawn), min_size=1, max_size=4))
+
+
+# Arrays that lie elsewhere, and those of JAX also of 64 bits, which are not drawn.
+ALL_OF = [None, "remote", *(["jax"] if "jax" in ranked.installed_frameworks() else [])]
+
+
+@given_on_ranks(steps=gradients_of_steps(), all_of=st.sampled_from(ALL_OF))
+def test_accumulated_gradients_are_folds_of_means(comm, steps, all_of) -> None:
+    """Steps are added up wide, and their mean is rounded once, in the framework of the last one."""
+    means = [expected(own, "mean") for own in zip(*(s.elements() for s in steps), strict=True)]
+    if means[0].dtype.name.startswith(("bfloat", "float8")) and all_of == "remote":
+        all_of = None
+    made = ac.DistributedOptimizer(Keep(), comm=comm, accumulate=len(steps))
+    for step in steps:
+        x = MAKERS[all_of](step.elements()[comm.rank]) if all_of else step.build(comm.rank)
+        got = made.update(None, x)
+    if all_of is None:
+        check_like(got, x)
+    else:
+        assert type(got) is type(x)
+    found = elements(got) if all_of else elements_of(got)
+    check_elements(found, expected(means, "mean"), "mean")
 
 
 @given(sizes=st.tuples(SIZES, SIZES), training=TRAININGS)

@@ -111,6 +111,14 @@ WEIGHTS: Final = (
 
 OPTIMIZERS: Final = (
     Fault(
+        "steps added narrow: gradients of 16 and 8 bits that are accumulated are rounded at every step",
+        "arraycomm/_training/arithmetic.py",
+        "x.xp.float32 if narrow else x.own",
+        "x.own",
+        ("accumulated_gradients_are_folds_of_means",),
+        frameworks=True,
+    ),
+    Fault(
         "mean of accumulated steps: accumulated gradients are summed, not averaged",
         _GRADIENTS,
         "        return restored(divided(self.array, self.last, steps), self.last)",
