@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
+import arraycomm as ac
 from arraycomm._reduce import chunks as chunking
 from arraycomm._reduce import selection
 from arraycomm.testing import given
@@ -17,6 +18,7 @@ from arraycomm.testing import strategies as ranked
 from arraycomm.testing._arrays.frameworks import elements_of
 from arraycomm.testing.conformance._checks import check_elements
 from arraycomm.testing.conformance._inputs import Reduction, reductions, reductions_of_sizes
+from properties.programs import minus
 from tests.support import internals
 
 
@@ -86,7 +88,10 @@ def check_reduction(comm, reduction: Reduction, root: int) -> None:
 def test_way_does_not_matter(comm, reduction, way, root) -> None:
     with _choosing(way):
         check_reduction(comm, reduction, root)
-        # It is seldom drawn.
+        # What follows is seldom drawn.
+        base = np.arange(comm.size * 9_000).reshape(comm.size, -1)
+        share = comm.reduce_scatter(base * (comm.rank + 1), ac.op(minus))
+        assert np.array_equal(share, base[comm.rank] * (2 - sum(range(comm.size + 1))))
         empty = np.empty((comm.size, 0), np.float32)
         comm.reduce(empty, root=root)
         results = comm.allreduce(empty), comm.scan(empty), comm.reduce_scatter(empty)

@@ -31,13 +31,16 @@ class Wrong(NamedTuple):
     several: bool = False
 
 
+FIVE = np.ones(5, np.float32)
+
+
 def rows(c: Communicator, dtype: Any = float) -> Any:
     """Return a row for each rank."""
     return np.ones((c.size, 2), dtype)
 
 
-def frozen(c: Communicator) -> Any:
-    return np.broadcast_to(1.0, (c.size, 2))
+def frozen(c: Communicator, *shape: int) -> Any:
+    return np.broadcast_to(np.float32(1) if shape else 1.0, shape or (c.size, 2))
 
 
 def after(c: Communicator) -> int:
@@ -68,7 +71,7 @@ def shared(c: Communicator, counts: Any) -> Any:
 
 # Right calls with a root, by their names; None if the others need not call anything.
 RIGHT: dict[str, Callable[[Communicator, int], Any] | None] = {
-    "allreduce": lambda c, _: c.allreduce(np.ones(5, np.float32)),
+    "allreduce": lambda c, _: c.allreduce(FIVE),
     "allgatherv": lambda c, _: c.allgatherv(np.ones(c.rank)),
     "gather": lambda c, root: c.gather(1.0, root),
     "gatherv": lambda c, root: c.gatherv(np.ones(c.rank), root),
@@ -103,7 +106,10 @@ WRONG: dict[str, list[Wrong]] = {
         Wrong(OverflowError, "allreduce", lambda c: c.allreduce(2**70)),
         Wrong(ValueError, "shape", lambda c: c.allreduce(np.ones(3), out=np.ones(4))),
         Wrong(TypeError, "dtype", lambda c: c.allreduce(np.ones(3), out=np.ones(3, "f4"))),
-        Wrong(BufferError, "read-only", lambda c: c.allreduce(rows(c), out=frozen(c))),
+        Wrong(ValueError, "out must.* shape", lambda c: c.allreduce(FIVE, out=FIVE[:4].copy())),
+        Wrong(ValueError, "out must.* shape", lambda c: c.allreduce(FIVE, out=FIVE[None].copy())),
+        Wrong(TypeError, "out must.* dtype", lambda c: c.allreduce(FIVE, out=np.ones(5))),
+        Wrong(BufferError, "read-only", lambda c: c.allreduce(FIVE, out=frozen(c, 5))),
         Wrong(ValueError, "timeout must be .*0", lambda c: c.allreduce(1.0, timeout=0)),
         Wrong(ValueError, r"timeout must be .*-1\.0", lambda c: c.allreduce(1.0, timeout=-1.0)),
     ],
@@ -341,7 +347,8 @@ class Refusals:
                 assert blamed in culprits
                 assert f"{operation}: rank {blamed} raised" in str(caught.value)
                 assert "test_refusal_laws.py" in caught.value.traceback
-            assert comm.allreduce(1) == comm.size
+            # Repeated calls like this one take another way.
+            assert comm.allreduce(FIVE).tolist() == [comm.size] * 5
 
     @given(
         ranks=range(2, 5),

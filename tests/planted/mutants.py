@@ -56,6 +56,8 @@ EQUIVALENT: Final[dict[str, str]] = {
     "self.word = int(self.table.nbytes + self.flat.nbytes < room)": "the rows come later",
     "self._streams, self._tried = past < through, {}": "both ways take as long",
     "for path, count in zip(flat.paths, flatten(counts).leaves, strict=False):": "of one length",
+    "or out.shape == self._shape": "the native part looks as well",
+    'return _several("(", key, ")" if len(key) == 1 else ",)", sort=False)': "still unique",
     'return _several("(", key, ")" if len(key) != (1 + 1) else ",)", sort=False)': "still unique",
 }
 
