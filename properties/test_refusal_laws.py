@@ -61,12 +61,24 @@ def trained(c: Communicator, **options: Any) -> None:
     ac.DistributedOptimizer(SGD(0.1), comm=c, **options)
 
 
+def reduced(c: Communicator, **options: Any) -> Any:
+    return ac.allreduce_gradients([1.0], comm=c, **options)
+
+
+def gathered(c: Communicator, out: Any) -> Any:
+    return c.gather(np.ones(2), c.rank, out=out)
+
+
+def summed(c: Communicator, x: Any, count: int = 1, out: Any = None) -> Any:
+    return c.reduce_scatter(x, counts=[count] * c.size, out=out)
+
+
 def counted(c: Communicator, counts: Any) -> Any:
     return c.alltoallv(rows(c), counts)
 
 
-def shared(c: Communicator, counts: Any) -> Any:
-    return c.scatterv(rows(c), counts, c.rank)
+def shared(c: Communicator, counts: Any, out: Any = None) -> Any:
+    return c.scatterv(rows(c), counts, c.rank, out=out)
 
 
 # Right calls with a root, by their names; None if the others need not call anything.
@@ -135,18 +147,9 @@ WRONG: dict[str, list[Wrong]] = {
     ],
     "gradients": [
         Wrong(ValueError, "op must be", lambda c: ac.allreduce_gradients([], "avg", comm=c)),
-        Wrong(
-            *(ValueError, "missing must be"),
-            lambda c: ac.allreduce_gradients([1.0], missing="ones", comm=c),
-        ),
-        Wrong(
-            *(ValueError, "compression must be .*'float8'"),
-            lambda c: ac.allreduce_gradients([1.0], compression="float8", comm=c),
-        ),
-        Wrong(
-            *(ValueError, "compression must be .*float16"),
-            lambda c: ac.allreduce_gradients([1.0], compression=np.float16, comm=c),
-        ),
+        Wrong(ValueError, "missing must be", lambda c: reduced(c, missing="ones")),
+        Wrong(ValueError, "compression must.*'float8'", lambda c: reduced(c, compression="float8")),
+        Wrong(ValueError, "compression must be", lambda c: reduced(c, compression=np.float16)),
     ],
     "DistributedOptimizer": [
         *(
@@ -195,22 +198,14 @@ WRONG: dict[str, list[Wrong]] = {
     "gather": [
         Wrong(TypeError, "gather: .*x must be an array", lambda c: c.gather([1], c.rank)),
         Wrong(ValueError, "root must be a rank", lambda c: c.gather(1.0, c.size)),
-        Wrong(
-            *(ValueError, "must have the shape"),
-            lambda c: c.gather(np.ones(2), c.rank, out=np.ones(2)),
-        ),
-        Wrong(
-            *(TypeError, "must have dtype"),
-            lambda c: c.gather(np.ones(2), c.rank, out=rows(c, "f4")),
-        ),
-        Wrong(BufferError, "read-only", lambda c: c.gather(np.ones(2), c.rank, out=frozen(c))),
+        Wrong(ValueError, "must have the shape", lambda c: gathered(c, np.ones(2))),
+        Wrong(TypeError, "must have dtype", lambda c: gathered(c, rows(c, "f4"))),
+        Wrong(BufferError, "read-only", lambda c: gathered(c, frozen(c))),
     ],
     "scatter": [
         Wrong(TypeError, "x is None on the root", lambda c: c.scatter(None, c.rank)),
         Wrong(ValueError, "one row for each", lambda c: c.scatter(np.ones(c.size + 1), c.rank)),
-        Wrong(
-            *(ValueError, "must have the shape"), lambda c: c.scatter(rows(c), c.rank, out=rows(c))
-        ),
+        Wrong(ValueError, "have the shape", lambda c: c.scatter(rows(c), c.rank, out=rows(c))),
         Wrong(BufferError, "read-only", lambda c: c.scatter(None, after(c), out=frozen(c)), True),
         Wrong(
             TypeError, "out must be an array", lambda c: c.scatter(None, after(c), out=1.0), True
@@ -221,14 +216,8 @@ WRONG: dict[str, list[Wrong]] = {
         Wrong(TypeError, "x is None", lambda c: c.scatterv(None, [1], c.rank)),
         Wrong(ValueError, "there is scatter", lambda c: c.scatterv(1.0, [1], c.rank)),
         Wrong(TypeError, "counts must be a sequence", lambda c: shared(c, None)),
-        Wrong(
-            *(ValueError, r"\d in all, as x has rows"),
-            lambda c: shared(c, [1] * (c.size - 1) + [0]),
-        ),
-        Wrong(
-            *(ValueError, "must have the shape"),
-            lambda c: c.scatterv(rows(c), [1] * c.size, c.rank, out=np.ones((2, 2))),
-        ),
+        Wrong(ValueError, r"\d in all, as x has", lambda c: shared(c, [*[1] * (c.size - 1), 0])),
+        Wrong(ValueError, "the shape", lambda c: shared(c, [1] * c.size, np.ones((2, 2)))),
         Wrong(
             *(ValueError, "axis 0", lambda c: c.scatterv(None, None, after(c), out=np.ones(()))),
             several=True,
@@ -252,18 +241,12 @@ WRONG: dict[str, list[Wrong]] = {
         Wrong(ValueError, "must have the shape", lambda c: c.reduce_scatter(rows(c), out=rows(c))),
         Wrong(
             *(ValueError, r"each of the \d ranks, 4 in all, as x has rows; got \[3, [3, ]*3\]"),
-            lambda c: c.reduce_scatter(np.ones((4, 2)), counts=[3] * c.size),
+            lambda c: summed(c, np.ones((4, 2)), 3),
             several=True,
         ),
-        Wrong(*(TypeError, "sequence of integers"), lambda c: c.reduce_scatter(rows(c), counts=3)),
-        Wrong(
-            *(ValueError, "whose rows counts shares out; got a 0-d array"),
-            lambda c: c.reduce_scatter(1.0, counts=[1] * c.size),
-        ),
-        Wrong(
-            *(ValueError, "must have the shape"),
-            lambda c: c.reduce_scatter(rows(c), counts=[1] * c.size, out=np.ones(2)),
-        ),
+        Wrong(TypeError, "sequence of integers", lambda c: c.reduce_scatter(rows(c), counts=3)),
+        Wrong(ValueError, "counts shares out; got a 0-d array", lambda c: summed(c, 1.0)),
+        Wrong(ValueError, "must have the shape", lambda c: summed(c, rows(c), out=np.ones(2))),
     ],
     "scan": [Wrong(BufferError, "read-only", lambda c: c.scan(rows(c), out=frozen(c)))],
     "exscan": [Wrong(TypeError, 'use "or"', lambda c: c.exscan(np.ones(2, bool)))],

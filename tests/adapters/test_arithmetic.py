@@ -8,17 +8,11 @@ import numpy as np
 import pytest
 
 import arraycomm as ac
+from properties.test_training_laws import Keep
 from tests.adapters.arrays import MAKERS, elements
 from tests.support.on_ranks import each_rank_of
 
 STEPS = 3
-
-
-class Keep:
-    """An optimizer whose parameters are the last gradients."""
-
-    def update(self, params: Any, grads: Any) -> Any:
-        return grads
 
 
 def accumulate(comm: ac.Communicator, steps: list[Any]) -> Any:
