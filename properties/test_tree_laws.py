@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections import defaultdict
+from fractions import Fraction
+from functools import partial
 from itertools import chain
 
 import numpy as np
@@ -13,14 +16,14 @@ from hypothesis import strategies as st
 from arraycomm import allreduce_gradients, allreduce_tree
 from arraycomm._reduce import segment
 from arraycomm._training.rounds import Bucket, Place, Rounds
-from arraycomm._trees import fusion, layout
+from arraycomm._trees import fusion, layout, pytrees
 from arraycomm._trees.layout import cut, lay_out, messages, slots_of
 from arraycomm.testing import given as given_on_ranks
 from arraycomm.testing import strategies as ranked
 from arraycomm.testing._arrays.frameworks import elements_of
 from arraycomm.testing._arrays.oracle import expected, same_bits
 from arraycomm.testing.conformance._checks import check_elements, leaves_of, native
-from arraycomm.testing.conformance._tree_inputs import gradients, reducible_trees
+from arraycomm.testing.conformance._tree_inputs import Colour, gradients, reducible_trees
 from tests.support import internals
 
 NO_OPTIONS = {"bucket_bytes": 1 << 20, "compression": None}
@@ -179,3 +182,36 @@ def test_results_may_be_written_over_gradients(comm, drawn, overlap) -> None:
             assert not (is_apart and plain and leaf.nbytes >= 64)
         else:
             assert is_apart
+
+
+COLOURS = st.sampled_from(Colour)
+PLAIN = st.integers(-9, 9) | st.text("a'é")
+VALUES = PLAIN | st.none() | st.booleans() | st.floats(allow_nan=False) | st.binary() | st.dates()
+KEYS = st.recursive(
+    VALUES | COLOURS | st.sampled_from((int, len, -1j)),
+    lambda each: st.frozensets(each, max_size=2) | st.tuples(each) | st.tuples(each, each),
+    max_leaves=3,
+)
+unique = partial(st.lists, max_size=6, unique=True)
+EQUAL = {str: np.str_, int: Fraction}
+
+
+@given(
+    keys=st.sampled_from((KEYS, PLAIN, COLOURS)).flatmap(unique),
+    default=st.booleans(),
+    data=st.data(),
+)
+def test_keys_come_in_one_order_whatever_that_of_their_insertion(keys, default, data) -> None:
+    """Ranks may have keys of other types, if they are equal."""
+    # A tree of other keys that are equal to these may have come before.
+    pytrees._outline.cache_clear()
+    container = partial(defaultdict, list) if default else dict
+    items = [(key, [number]) for number, key in enumerate(keys)]
+    others = data.draw(st.permutations(items))
+    others = [(EQUAL.get(type(key), lambda key: key)(key), number) for key, number in others]
+    flat, other = (pytrees.flatten(container(each)) for each in (items, others))
+    assert (flat.paths, flat.structure, flat.leaves) == (other.paths, other.structure, other.leaves)
+    assert len(set(flat.paths)) == len(items)
+    again = other.rebuild([10 * leaf for leaf in other.leaves])
+    assert list(again.items()) == [(key, [10 * number]) for key, [number] in others]
+    assert type(again) is type(container(()))

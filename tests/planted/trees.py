@@ -163,4 +163,11 @@ TREES: Final = (
         "return frozenset(found)",
         ("results_may_be_written_over_gradients",),
     ),
+    Fault(
+        "keys as they come: the keys of a dict are in the order in which a rank has put them in",
+        "arraycomm/_trees/pytrees.py",
+        "type(tree) in (dict, defaultdict) and not are_plain(tree)",
+        "False",
+        ("keys_come_in_one_order_whatever_that_of_their_insertion",),
+    ),
 )

@@ -109,20 +109,6 @@ KEYS = {
 }
 
 
-@pytest.mark.parametrize("kind", KEYS)
-@pytest.mark.parametrize("container", [dict, lambda items: defaultdict(list, items)])
-def test_keys_come_in_one_order_whatever_that_of_their_insertion(kind: str, container) -> None:
-    items = [(key, [number]) for number, key in enumerate(KEYS[kind])]
-    forward, backward = flatten(container(items)), flatten(container(items[::-1]))
-    assert forward.paths == backward.paths
-    assert len(set(forward.paths)) == len(items)
-    assert forward.leaves == backward.leaves
-    assert forward.structure == backward.structure
-    again = backward.rebuild([10 * leaf for leaf in backward.leaves])
-    assert list(again.items()) == [(key, [10 * number]) for key, [number] in items[::-1]]
-    assert type(again) is type(container(()))
-
-
 def _paths() -> list[str]:
     trees = [flatten(dict.fromkeys(random.sample(keys, len(keys)), 1)) for keys in KEYS.values()]
     return [path for tree in trees for path in tree.paths]
@@ -138,14 +124,6 @@ def test_keys_have_the_same_paths_in_every_process() -> None:
         text=True,
     )
     assert found.stdout.splitlines() == _paths() == _paths()
-
-
-@pytest.mark.parametrize(
-    "same", [(1, True), (2, np.int64(2)), (2.5, np.float32(2.5)), ("a", np.str_("a"))]
-)
-def test_equal_keys_have_one_path(same) -> None:
-    one, other = (flatten({key: [0], 7: 1, "b": [2]}) for key in same)
-    assert (one.paths, one.structure, one.leaves) == (other.paths, other.structure, other.leaves)
 
 
 class Reprs:
