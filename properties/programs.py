@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 import arraycomm as ac
 from arraycomm import Communicator, Request
 from arraycomm.testing._arrays.rank_values import rank_count
+from tests.support import internals
 
 Array = np.ndarray[Any, Any]
 # The ranks of the outermost communicator in each group that was made by one split, in their order.
@@ -351,6 +352,7 @@ class Player:
                 case Wait(numbers, together):
                     self.wait(numbers[self.rank], together=together)
         assert not self.pending
+        assert self.comms[0].allreduce(internals.unmatched(self.comms[0])) == 0
 
     def made(self, part: Part, comm: Communicator | None) -> None:
         slot = 1 + sum(isinstance(s, Split | Dup) for s in self.program.steps[: part.number])

@@ -32,6 +32,7 @@ class Wrong(NamedTuple):
 
 
 FIVE = np.ones(5, np.float32)
+LOCK, DATES = {"f": threading.Lock()}, [np.zeros(2, "M8[s]")]
 
 
 def rows(c: Communicator, dtype: Any = float) -> Any:
@@ -140,8 +141,10 @@ WRONG: dict[str, list[Wrong]] = {
         Wrong(TypeError, r"\['a'\]\[1\]", lambda c: ac.allreduce_tree({"a": [1.0, ""]}, comm=c)),
         Wrong(TypeError, r"tree\['n'\].*mean", lambda c: ac.allreduce_tree({"n": 3}, comm=c)),
         Wrong(ValueError, "op must be one of", lambda c: ac.allreduce_tree([], "avg", comm=c)),
-        Wrong(ValueError, "op must be one of", lambda c: c.plan([], "avg")),
-        Wrong(TypeError, r"tree\[0\]", lambda c: c.plan([""])),
+        Wrong(ValueError, "plan: op must be one of", lambda c: c.plan([], "avg")),
+        Wrong(TypeError, r"plan: tree\[0\].*cast", lambda c: c.plan([np.zeros(3, int)])),
+        Wrong(TypeError, r"mean_metrics: tree\[0\]", lambda c: ac.mean_metrics(DATES, 1, comm=c)),
+        Wrong(TypeError, r"\['f'\] cannot be", lambda c: ac.raise_on_difference(LOCK, comm=c)),
         Wrong(TypeError, r"tree\[0\]", lambda c: ac.synchronize([object()], comm=c)),
         Wrong(ValueError, "root must be a rank", lambda c: ac.synchronize([], root=c.size, comm=c)),
     ],
@@ -185,9 +188,7 @@ WRONG: dict[str, list[Wrong]] = {
         Wrong(TypeError, "timeout must be .*'1'", lambda c: c.bcast_object(1, timeout="1")),
         Wrong(TypeError, "timeout must be .*True", lambda c: c.bcast_object(1, timeout=True)),
     ],
-    "allgather_object": [
-        Wrong(Exception, "pickle", lambda c: c.allgather_object(threading.Lock()))
-    ],
+    "allgather_object": [Wrong(Exception, "pickle", lambda c: c.allgather_object(LOCK))],
     "allgatherv": [
         Wrong(ValueError, "x must have an axis 0.*allgather", lambda c: c.allgatherv(1.0))
     ],
@@ -252,7 +253,7 @@ WRONG: dict[str, list[Wrong]] = {
     "exscan": [Wrong(TypeError, 'use "or"', lambda c: c.exscan(np.ones(2, bool)))],
     "gather_object": [
         Wrong(ValueError, "root must be", lambda c: c.gather_object(1, c.size)),
-        Wrong(Exception, "pickle", lambda c: c.gather_object(threading.Lock(), c.rank)),
+        Wrong(Exception, "pickle", lambda c: c.gather_object(LOCK, c.rank)),
     ],
     "grid": [
         Wrong(ValueError, r"dims must be .* is \d, or 0", lambda c: c.grid((c.size + 1,))),

@@ -73,15 +73,6 @@ def test_a_mean_is_one_message_whatever_it_holds(comm: Communicator, count) -> N
 
 
 @each_rank_of("several")
-def test_a_leaf_without_arithmetic_raises_with_its_path(comm: Communicator) -> None:
-    bad = np.zeros(2, "datetime64[s]") if comm.rank == 0 else np.zeros(2)
-    with pytest.raises(
-        TypeError if comm.rank == 0 else ac.PeerError, match=r"mean_metrics: tree\['when'\]"
-    ):
-        ac.mean_metrics({"when": bad}, 1, comm=comm)
-
-
-@each_rank_of("several")
 def test_trees_that_differ_raise_with_the_first_path(comm: Communicator) -> None:
     name = "accuracy" if comm.rank else "acc"
     with pytest.raises(ac.MismatchError, match=r"tree\['acc'\] on rank 0"):

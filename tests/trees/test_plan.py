@@ -247,14 +247,6 @@ def test_a_rank_that_calls_something_else_is_a_mismatch(comm: Communicator, othe
         call()
 
 
-@each_rank_of(3)
-def test_a_wrong_op_on_one_rank_raises_on_all(comm: Communicator) -> None:
-    with pytest.raises(ValueError if comm.rank == 0 else ac.PeerError, match="plan: "):
-        comm.plan({"w": np.zeros(3)}, "average" if comm.rank == 0 else "mean")
-    with pytest.raises(TypeError, match=r"plan: tree\['w'\].*cast"):
-        comm.plan({"w": np.zeros(3, np.int32)})
-
-
 @each_rank_of("few")
 def test_a_plan_outlives_no_communicator(comm: Communicator) -> None:
     tree = [np.zeros(3)]
