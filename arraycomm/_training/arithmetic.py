@@ -111,7 +111,7 @@ def _on_parts(x: Operand, compute: Callable[..., Any], *arrays: Any) -> Any:
     with _current(first):
         if kind_of(x.dtype) is not Kind.COMPLEX:
             return compute(*arrays)
-        flat = [array.reshape((-1,)) for array in arrays]
+        flat = [array.ravel() for array in arrays]
         parts = compute(*(array.view(array.real.dtype) for array in flat))
         return parts.view(first.dtype).reshape(first.shape)
 

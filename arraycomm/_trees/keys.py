@@ -61,7 +61,7 @@ def _describe(key: Any) -> Key | None:
     if isinstance(key, numbers.Number | np.bool_):
         return _number(key)
     if isinstance(key, str):
-        return Key("str", str(key), repr(str(key)))
+        return Key("str", str.__str__(key), repr(str.__str__(key)))
     if isinstance(key, bytes):
         return Key("bytes", bytes(key), repr(bytes(key)))
     if isinstance(key, enum.Enum):

@@ -61,18 +61,22 @@ class _Node(NamedTuple):
 
 
 class _Outline(NamedTuple):
-    """What optree's structure says of the ranks' trees; `plain` if optree sorts all its keys."""
+    """What optree's structure says of the ranks' trees."""
 
     paths: tuple[str, ...]
     structure: str
-    plain: bool
+
+
+class _OtherKeysError(Exception):
+    """A mapping has keys that optree does not sort."""
 
 
 def flatten(tree: Any, name: str = "tree") -> Flat:
     """Return the leaves of `tree`, with paths that begin with `name`."""
     leaves, spec = optree.tree_flatten(tree, none_is_leaf=True)
-    outline = _outline(spec, name)
-    if not outline.plain:
+    try:
+        outline = _outline(spec, name)
+    except _OtherKeysError:
         leaves, spec = optree.tree_flatten(tree, is_leaf=_has_other_keys, none_is_leaf=True)
         outline = _outline(spec, name)
     nodes = [
@@ -102,24 +106,23 @@ def is_torch(obj: Any, *names: str) -> bool:
 def _outline(spec: optree.PyTreeSpec, name: str) -> _Outline:
     paths: list[str] = []
     lines: list[str] = []
-    others: list[str] = []
-    _walk(spec, name, paths, lines, others)
-    return _Outline(tuple(paths), "\n".join(sorted(lines)), not others)
+    _walk(spec, name, paths, lines)
+    return _Outline(tuple(paths), "\n".join(sorted(lines)))
 
 
-def _walk(
-    spec: optree.PyTreeSpec, path: str, paths: list[str], lines: list[str], others: list[str]
-) -> None:
-    """Note the paths of leaves, the containers, and those whose keys optree does not sort."""
+def _walk(spec: optree.PyTreeSpec, path: str, paths: list[str], lines: list[str]) -> None:
+    """Note the paths of leaves, and the containers; raise for keys that optree does not sort.
+
+    What raises is not kept. It would be taken for equal keys, which optree may sort.
+    """
     if spec.is_leaf():
         paths.append(path)
         return
     lines.append(_container(path, spec.type))
     if spec.type in (dict, defaultdict) and not are_plain(spec.entries()):
-        others.append(path)
-        return
+        raise _OtherKeysError
     for child_path, child in zip(_child_paths(spec, path), spec.children(), strict=True):
-        _walk(child, child_path, paths, lines, others)
+        _walk(child, child_path, paths, lines)
 
 
 def _container(path: str, kind: Any) -> str:
