@@ -1,0 +1,679 @@
+"""Laws of torch's optimizers: what ranks train is what one process trains on all of their data.
+
+And whose memory a gradient is: reductions write only to memory that nobody else has. Autograd hands
+out parts of one tensor where a model joins, stacks or adds its parameters, and the program's own
+tensor where that is passed to `backward`.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import os
+import pickle
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import optree
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import arraycomm as ac
+from arraycomm import _launch
+from arraycomm.testing import run
+
+torch = pytest.importorskip("torch")
+
+from torch.utils.checkpoint import checkpoint  # noqa: E402
+
+from arraycomm.adapters.torch import gather_state, no_sync  # noqa: E402
+
+pytestmark = [
+    pytest.mark.skipif(_launch.detect(os.environ) is not None, reason="runs where pytest is alone"),
+    # Of schedules that begin before any step, or with a copy of the optimizer.
+    pytest.mark.filterwarnings(r"ignore:.*optimizer.step\(\)"),
+]
+
+# Sums of a few hundred products, over a few steps, in another order: a few hundred roundings.
+SLACK: Final = 1000 * np.finfo(np.float64).eps
+SHAPE: Final = (2, 3)
+# A loop takes a few milliseconds.
+MANY = settings(max_examples=3 * int(os.environ.get("EXAMPLES") or "15"))
+
+
+def made(count: int, *, alike: int = 0) -> list[Any]:
+    """Return parameters; the first ones may have no values by which they are known."""
+    random = np.random.default_rng(0)
+    values = [random.normal(size=SHAPE) * (number >= alike) for number in range(count)]
+    return [torch.nn.Parameter(torch.from_numpy(value)) for value in values]
+
+
+def direction(like: Any, *seed: int) -> Any:
+    """What parameters are multiplied with: another tensor for each rank and step."""
+    return torch.from_numpy(np.random.default_rng(seed).normal(size=tuple(like.shape)))
+
+
+def loss_of(parameters: Sequence[Any], rank: int, step: int) -> Any:
+    """Return a rank's loss, which uses the parameters in an order of its own."""
+    order = np.random.default_rng((rank, step)).permutation(len(parameters))
+    terms = [
+        (torch.tanh(parameters[n]) * direction(parameters[n], rank, step, n)).sum() for n in order
+    ]
+    return sum(terms, torch.zeros((), dtype=torch.float64))
+
+
+def values_of(parameters: Sequence[Any]) -> list[Any]:
+    return [parameter.detach().clone() for parameter in parameters]
+
+
+# Loops, with what may happen to an optimizer in between -----------------------------------------
+
+
+class Fading(ac.Compression):
+    """Adds to each gradient what it remembers: how often that was reduced."""
+
+    def init(self, gradient: Any) -> Any:
+        return torch.zeros_like(gradient)
+
+    def compress(self, gradient: Any, state: Any) -> tuple[Any, Any]:
+        return gradient + state / 8, state + 1
+
+
+class Twice(torch.optim.SGD):  # type: ignore[misc, name-defined]
+    """Evaluates a closure twice."""
+
+    per_parameter = True
+
+    def step(self, closure: Any = None) -> Any:
+        if closure is not None:
+            closure()
+        return super().step(closure)
+
+
+class Broken(torch.autograd.Function):  # type: ignore[misc, name-defined]
+    """Raises in its backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Any:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        raise KeyError("broken")
+
+
+KINDS: Final[dict[str, Callable[[Any], Any]]] = {
+    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    # With an epsilon so large that the size of the gradients matters, not their sign alone.
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, eps=0.1, weight_decay=0.1),
+    "twice": lambda parameters: Twice(parameters, lr=0.1, momentum=0.9),
+}
+EVENTS: Final = (
+    *("nothing", "deepcopy", "copy", "saved", "saved", "raised", "grown", "decayed", "frozen"),
+)
+PARTS: Final = ("all", "first", "rest", "local", "derived", "checkpoint")
+CHANGES: Final = ("nothing", "clip", "replace", "scale")
+ZEROS: Final = ("none", "in place", "not at all")
+
+
+class Step(NamedTuple):
+    """What happens before a step; its backward passes, and how it ends; who has no data in it (-1)."""
+
+    event: str
+    parts: list[str]
+    change: str
+    end: str
+    zeros: str
+    idle: int
+
+
+class Case(NamedTuple):
+    """A drawn loop, and how its gradients are reduced."""
+
+    steps: list[Step]
+    kind: str
+    # The second rank lists its parameters in another order, which names prove, or values.
+    mixed: str
+    options: dict[str, Any]
+
+
+@st.composite
+def cases(draw: Any) -> Case:
+    options = {
+        "op": draw(st.sampled_from(("sum", "mean"))),
+        "bucket_bytes": draw(st.sampled_from((1, 33, 1 << 20))),
+        "accumulate": draw(st.sampled_from((1, 1, 1, 2))),
+        "shard": draw(st.booleans()),
+        "compression": draw(
+            st.sampled_from((None, None, None, "bfloat16", ac.ErrorFeedback("float16"), Fading()))
+        ),
+    }
+    if isinstance(options["compression"], ac.Compression):
+        # A whole state has what one rank remembers.
+        options["shard"] = False
+    accumulates, steps = options["accumulate"] > 1, list[Step]()
+    for _ in range(draw(st.integers(1, 5))):
+        events = [e for e in EVENTS if e != "grown" or "grown" not in [s.event for s in steps]]
+        if accumulates:
+            # Sums are in no state, and must be of the same parameters.
+            events = [e for e in events if e not in ("saved", "grown")]
+        event = draw(st.sampled_from(events))
+        if steps and steps[-1].end == "skip" and event in ("deepcopy", "copy", "grown"):
+            # Then it is not known that gradients had been reduced for that step.
+            event = "nothing"
+        parts = draw(st.lists(st.sampled_from(PARTS), max_size=3))
+        end = draw(st.sampled_from(("step", "step", "skip", "closure")))
+        change, zeros = draw(st.sampled_from(CHANGES)), draw(st.sampled_from(ZEROS))
+        if accumulates:
+            change, end, zeros = "nothing", "step", "none"
+        # Who has no data takes the step, since it cannot know that the others skip it.
+        # Inside a closure it does not find that the others have skipped the step before.
+        skipped = event == "raised" or (bool(steps) and steps[-1].end == "skip")
+        all_work = end == "skip" or (end == "closure" and skipped)
+        idle = -1 if all_work else draw(st.integers(-1, 2))
+        if steps and steps[-1].zeros == "not at all" and end == "step":
+            # It still has gradients. Others in their place would be this rank's own, set by hand.
+            idle, change = -1, "clip" if change == "replace" else change
+        steps.append(Step(event, parts, change, end, zeros, idle))
+    mixed = draw(st.sampled_from(("", "names", "values")))
+    return Case(steps, draw(st.sampled_from(list(KINDS))), mixed, options)
+
+
+class Loop:
+    """A loop with the losses of some ranks: one rank's part of it, or one process with all of them."""
+
+    def __init__(
+        self, case: Case, ranks: Sequence[int], comm: ac.Communicator | None, *, happens: bool
+    ) -> None:
+        self.case, self.ranks, self.comm = case, ranks, comm
+        # Whether an optimizer is replaced by a copy where the program says so.
+        self.happens = happens
+        self.parameters = made(4, alike=3 * (case.mixed == "names"))
+        self.grown = False
+        self.make()
+        self.sums: dict[int, Any] = {}
+        self.kept = 0
+        self.seen: list[list[Any]] = []
+
+    def make(self) -> None:
+        """Make an optimizer of the parameters, as a program does at its start."""
+        first, comm = self.parameters[:3], self.comm
+        named = [(str(number), parameter) for number, parameter in enumerate(first)]
+        given = named if self.case.mixed == "names" else first
+        turned = self.case.mixed and comm is not None and comm.rank == 1
+        self.optimizer = KINDS[self.case.kind](given[::-1] if turned else given)
+        if comm is not None:
+            ac.DistributedOptimizer(self.optimizer, comm=comm, **self.case.options)
+        self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
+        if self.grown:
+            self.grow()
+
+    def grow(self) -> None:
+        name = {"param_names": ["3"]} if self.case.mixed == "names" else {}
+        last = [("3", self.parameters[3])] if name else self.parameters[3:]
+        self.optimizer.add_param_group({"params": last, "lr": 0.05})
+
+    def happen(self, event: str, number: int) -> None:
+        """Do what happens between two steps."""
+        if event == "decayed":
+            self.schedule.step()
+        elif event == "grown":
+            self.grown = True
+            self.grow()
+        elif event == "frozen":
+            self.parameters[0].requires_grad_(not self.parameters[0].requires_grad)
+        elif event == "raised" and self.comm is not None:
+            used = enumerate(self.parameters[: self.grown + 3])
+            order = [Broken.apply(p) if n == 1 + number % 2 else p for n, p in used]
+            with pytest.raises(KeyError, match="broken"):
+                sum((p * (2 + self.comm.rank)).sum() for p in order).backward()
+            self.optimizer.zero_grad()
+        elif event == "deepcopy" and self.happens:
+            together = self.parameters, self.optimizer, self.schedule
+            self.parameters, self.optimizer, self.schedule = copy.deepcopy(together)
+        elif event == "copy" and self.happens:
+            self.optimizer = copy.copy(self.optimizer)
+            self.schedule.optimizer = self.optimizer
+        elif event == "saved" and self.happens:
+            self.save_and_load()
+
+    def save_and_load(self) -> None:
+        """Go on with an optimizer that has loaded what another one has saved."""
+        assert self.comm is not None
+        if self.case.options["shard"]:
+            root = self.comm.size - 1
+            state = self.comm.bcast_object(gather_state(self.optimizer, root=root), root)
+        else:
+            state = pickle.loads(pickle.dumps(self.optimizer.state_dict()))
+        schedule = self.schedule.state_dict()
+        kept = [
+            (value, p.requires_grad)
+            for value, p in zip(values_of(self.parameters), self.parameters, strict=True)
+        ]
+        self.parameters = [torch.nn.Parameter(*each) for each in kept]
+        self.make()
+        self.optimizer.load_state_dict(state)
+        self.schedule.load_state_dict(schedule)
+
+    def has_none(self, step: Step) -> bool:
+        """Return whether there is no data in a step."""
+        return {*self.ranks} == {step.idle}
+
+    def loss(self, part: str, number: int, idle: int) -> Any:
+        used = self.parameters[: self.grown + 3]
+        used = {"first": used[:1], "rest": used[1:]}.get(part, used)
+        total = sum((loss_of(used, rank, number) for rank in self.ranks if rank != idle), 0)
+        return total / (len(self.ranks) if self.case.options["op"] == "mean" else 1)
+
+    def backward(self, step: Step, number: int) -> Any:
+        """Make the backward passes of a step; return the last loss."""
+        if self.has_none(step):
+            return torch.zeros((), dtype=torch.float64)
+        value = self.loss("all", number, step.idle)
+        for part in step.parts:
+            value = self.loss(part, number, step.idle)
+            if part == "checkpoint":
+                value = value + checkpoint(
+                    lambda x: x * self.loss("all", number, step.idle),
+                    torch.ones((), dtype=torch.float64, requires_grad=True),
+                    use_reentrant=True,
+                )
+            with no_sync(self.optimizer) if part == "local" and self.comm else nullcontext():
+                if part == "derived":
+                    torch.autograd.grad(value, self.parameters[1:], allow_unused=True)
+                elif value.requires_grad:
+                    value.backward()
+        if "local" in step.parts:
+            # What follows sees all of it.
+            self.loss("all", number, step.idle).backward()
+        return value.detach()
+
+    def take(self, number: int, step: Step) -> None:
+        if step.event != "nothing":
+            self.optimizer.zero_grad()
+            self.happen(step.event, number)
+        if step.end == "closure":
+
+            def closure() -> Any:
+                self.optimizer.zero_grad()
+                return self.backward(step, number)
+
+            self.seen.append([self.optimizer.step(closure)])
+        else:
+            self.backward(step, number)
+            mine = not self.has_none(step)
+            if mine:
+                change(step.change, [p for p in self.parameters if p.grad is not None])
+            if mine and self.case.options["accumulate"] == 1:
+                grads = [p.grad for p in self.parameters]
+                self.seen.append([grad.clone() for grad in grads if grad is not None])
+            else:
+                self.seen.append([])
+            if step.end == "step":
+                self.step()
+        self.seen.append(values_of(self.parameters))
+        if step.zeros != "not at all":
+            self.optimizer.zero_grad(set_to_none=step.zeros == "none")
+
+    def step(self) -> None:
+        """Take a step; in one process with the mean of the gradients of several."""
+        every = self.case.options["accumulate"]
+        if self.comm is not None or every == 1:
+            self.optimizer.step()
+            return
+        for n, parameter in enumerate(self.parameters):
+            if parameter.grad is not None:
+                self.sums[n] = self.sums.get(n, 0) + parameter.grad / every
+        self.kept += 1
+        if self.kept % every == 0:
+            for n, parameter in enumerate(self.parameters):
+                parameter.grad = self.sums.get(n)
+            self.optimizer.step()
+            self.sums = {}
+
+    def run(self) -> tuple[list[list[Any]], int]:
+        """Return what each step has left: the gradients or the loss, and the parameters.
+
+        Then the whole state, and how much of it is here.
+        """
+        for number, step in enumerate(self.case.steps):
+            self.take(number, step)
+        state = self.optimizer.state_dict() if self.comm is None else gather_state(self.optimizer)
+        self.seen.append([] if state is None else optree.tree_leaves(state["state"]))
+        return self.seen, sum(map(bool, self.optimizer.state.values()))
+
+
+def change(how: str, parameters: list[Any]) -> None:
+    if how == "clip":
+        torch.nn.utils.clip_grad_norm_(parameters, 0.5)
+    for parameter in parameters:
+        if how == "replace":
+            parameter.grad = parameter.grad / 2
+        elif how == "scale":
+            parameter.grad.mul_(0.5)
+
+
+def assert_same(mine: list[list[Any]], others: list[list[Any]], slack: float = 0) -> None:
+    """Compare two ranks' steps; who had no data in one has seen no gradients of it."""
+    assert len(mine) == len(others)
+    for got, want in zip(mine, others, strict=True):
+        if got and want:
+            torch.testing.assert_close(got, want, rtol=slack, atol=slack)
+
+
+@MANY
+@given(case=cases(), size=st.integers(1, 3))
+def test_drawn_loops_give_what_one_process_gives(case: Case, size: int) -> None:
+    def train(comm: ac.Communicator, case: Case, happens: bool) -> Any:
+        return Loop(case, [comm.rank], comm, happens=happens).run()
+
+    together = case._replace(options={**case.options, "shard": False})
+    (results, kept), (others, whole) = (
+        zip(*run(size, train, *how), strict=True) for how in ((case, True), (together, False))
+    )
+    for seen in (*results, *others):
+        assert_same(seen, results[0])
+    assert not case.options["shard"] or sum(kept) == whole[0]
+    if case.options["compression"] is None:
+        want, _ = Loop(case, range(size), None, happens=False).run()
+        for seen in results:
+            assert_same(seen, want, SLACK)
+
+
+# Ranks that run out of data, and errors ---------------------------------------------------------
+
+HOWS: Final = ("backward", "parts", "in step", "fails in backward", "fails in step")
+
+
+class Share(NamedTuple):
+    """How a rank takes a step inside `join`."""
+
+    weight: float
+    how: str
+
+
+def fail(optimizer: Any, parameters: list[Any], rank: int, how: str) -> None:
+    """Fail on this rank alone, before the others hear of it."""
+    if how == "fails in backward":
+        hook = parameters[0].register_post_accumulate_grad_hook
+        handle = hook(lambda parameter: change("scale", [parameter]))
+        with pytest.raises(RuntimeError, match="was changed inside"):
+            loss_of(parameters, rank, 9).backward()
+        handle.remove()
+    if how == "fails in step":
+        parameters[0].grad, parameters[1].grad = torch.ones(SHAPE).double(), parameters[1] * 2
+        with pytest.raises(TypeError, match="parameter 1 has a history"):
+            optimizer.step()
+    optimizer.zero_grad()
+
+
+def take_joined(optimizer: Any, parameters: list[Any], rank: int, step: int, share: Share) -> None:
+    fail(optimizer, parameters, rank, share.how)
+    # What these steps consist of is not told to the others.
+    whole = share.how not in ("parts", "in step")
+    with nullcontext() if whole else no_sync(optimizer):
+        (loss_of(parameters, rank, step) / (2 if share.how == "parts" else 1)).backward()
+    if share.how == "parts":
+        (loss_of(parameters, rank, step) / 2).backward()
+
+
+@MANY
+@given(
+    shares=st.lists(
+        st.lists(
+            st.builds(Share, st.sampled_from((0, 1, 2, 0.3)), st.sampled_from(HOWS)), max_size=4
+        ),
+        min_size=1,
+        max_size=3,
+    ),
+    kind=st.sampled_from(("momentum", "adamw")),
+    op=st.sampled_from(("sum", "mean")),
+    shard=st.booleans(),
+    after=st.sampled_from(("backward", "by hand")),
+)
+def test_inside_join_ranks_take_the_steps_of_the_others(shares, kind, op, shard, after) -> None:
+    """Each counts by its weight, and who has no data, or has failed before it told the others, none."""
+
+    def train(comm: ac.Communicator) -> list[Any]:
+        parameters = made(3)
+        optimizer = ac.DistributedOptimizer(KINDS[kind](parameters), comm=comm, op=op, shard=shard)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        with ac.join(comm) as joined:
+            for step, share in enumerate(shares[comm.rank]):
+                joined.weight = share.weight
+                take_joined(optimizer, parameters, comm.rank, step, share)
+                optimizer.step()
+                schedule.step()
+        optimizer.zero_grad()
+        if after == "backward":
+            loss_of(parameters, comm.rank, 8).backward()
+        else:
+            grads = torch.autograd.grad(loss_of(parameters, comm.rank, 8), parameters)
+            for parameter, grad in zip(parameters, grads, strict=True):
+                parameter.grad = grad
+        optimizer.step()
+        return values_of(parameters)
+
+    size, parameters = len(shares), made(3)
+    optimizer = KINDS[kind](parameters)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    rows = [[s.weight for s in row] for row in shares]
+    for step, weights in enumerate([*itertools.zip_longest(*rows, fillvalue=0), [1] * size]):
+        last = step == max(map(len, rows))
+        factors = weights if op == "mean" else [weight > 0 for weight in weights]
+        optimizer.zero_grad()
+        losses = [loss_of(parameters, rank, 8 if last else step) for rank in range(size)]
+        total = sum(loss * factor for loss, factor in zip(losses, factors, strict=True))
+        if sum(weights):
+            (total / (sum(weights) if op == "mean" else 1)).backward()
+            optimizer.step()
+        schedule.step()
+    results = run(size, train)
+    for seen in results:
+        assert_same([seen], results[:1])
+        assert_same([seen], [values_of(parameters)], SLACK)
+
+
+@MANY
+@given(
+    size=st.integers(2, 3),
+    rank=st.integers(0, 2),
+    places=st.tuples(st.integers(0, 2), st.integers(0, 2)),
+    before=st.integers(0, 2),
+    nbytes=st.sampled_from((1, 1 << 20)),
+)
+def test_a_gradient_changed_inside_backward_is_an_error_on_all(
+    size, rank, places, before, nbytes
+) -> None:
+    """By a hook of one parameter on another one's gradient, if that is there already."""
+    told = [""] * size
+    changed = []
+
+    def train(comm: ac.Communicator) -> bool:
+        parameters = made(3)
+        plain = torch.optim.SGD(parameters, lr=0.1)
+        optimizer = ac.DistributedOptimizer(plain, comm=comm, bucket_bytes=nbytes)
+
+        def change(_: Any) -> None:
+            grad = parameters[places[1]].grad
+            if grad is not None:
+                changed.append(grad.mul_(2))
+
+        for step in range(before + 1):
+            optimizer.zero_grad()
+            if step == before and comm.rank == rank % size:
+                parameters[places[0]].register_post_accumulate_grad_hook(change)
+            try:
+                loss_of(parameters, 0, step).backward()
+                optimizer.step()
+            except (RuntimeError, ac.PeerError) as error:
+                told[comm.rank] = str(error)
+                return step == before
+        return not changed
+
+    assert all(run(size, train))
+    assert not changed or all("was changed inside" in text for text in told)
+
+
+# Whose memory a gradient is ---------------------------------------------------------------------
+
+STEPS = 3
+# One tensor of several parameters of one shape.
+JOINS: Final[dict[str, Callable[[list[Any]], Any]]] = {
+    "apart": lambda ps: torch.stack([(p * p).sum() for p in ps]),
+    "cat": torch.cat,
+    "stack": torch.stack,
+    "vector": torch.nn.utils.parameters_to_vector,
+    "sum": lambda ps: sum(p.flatten() for p in ps),
+    "sum of views": lambda ps: sum(p.view(-1) for p in ps).view(SHAPE),
+    "one twice": lambda ps: torch.cat([ps[0], *ps, ps[0]]),
+    "expanded": lambda ps: torch.cat([p.expand(2, *SHAPE) for p in ps]),
+    "transposed": lambda ps: torch.cat([p.T for p in ps], 1),
+    "views": lambda ps: torch.cat([p.view(-1)[1:] for p in ps]),
+    "selected": lambda ps: torch.nn.functional.embedding(torch.tensor([0, 1, 1]), torch.cat(ps)),
+}
+# How gradients come to `.grad`, and how they are zeroed.
+COMES: Final = ("backward", "argument", "twice", "by hand", "by hand, kept", "hook", "not synced")
+ZEROES: Final = ("none", "zeros", "flat", "flat, same")
+
+
+class Identity(ac.Compression):
+    """Sends gradients as they are."""
+
+
+OPTIONS: Final[list[dict[str, Any]]] = [
+    {},
+    {"bucket_bytes": 1},
+    {"op": "sum"},
+    {"shard": True},
+    {"accumulate": 2},
+    {"compression": Identity()},
+]
+
+
+class Program(NamedTuple):
+    """A drawn training loop."""
+
+    joins: tuple[str, str]
+    count: int
+    comes: str
+    zeroes: str
+    options: int
+
+
+programs: Final = st.builds(
+    Program,
+    st.tuples(st.sampled_from(list(JOINS)), st.sampled_from(list(JOINS))),
+    st.integers(1, 3),
+    st.sampled_from(COMES),
+    st.sampled_from(ZEROES),
+    st.integers(0, len(OPTIONS) - 1),
+)
+
+
+def gradients(program: Program, parameters: list[Any], rank: int, step: int) -> list[Any]:
+    """Return a rank's gradients of a step, in memory of their own."""
+    total = [torch.zeros(SHAPE, dtype=torch.float64) for _ in parameters]
+    for part in range(passes(program)):
+        whole = JOINS[program.joins[part]](parameters)
+        given = direction(whole, rank, step, part)
+        if program.comes != "argument":
+            whole, given = (whole * given).square().sum(), None
+        found = torch.autograd.grad(whole, parameters, given, allow_unused=True)
+        total = [t if f is None else t + f for t, f in zip(total, found, strict=True)]
+    return total
+
+
+def passes(program: Program) -> int:
+    return 2 if program.comes in ("twice", "not synced") else 1
+
+
+class Rank:
+    """One rank's part in a program, with memory of the program's own that must stay as it is."""
+
+    def __init__(self, program: Program, comm: ac.Communicator) -> None:
+        self.program, self.rank = program, comm.rank
+        self.parameters = made(program.count)
+        plain = torch.optim.SGD(self.parameters, lr=0.01)
+        self.optimizer = ac.DistributedOptimizer(plain, comm=comm, **OPTIONS[program.options])
+        self.own: list[tuple[Any, Any]] = []
+        self.flat: Any = None
+
+    def keep(self, tensor: Any) -> Any:
+        self.own.append((tensor, tensor.clone()))
+        return tensor
+
+    def zero(self) -> None:
+        program, parameters = self.program, self.parameters
+        if program.zeroes in ("none", "zeros"):
+            self.optimizer.zero_grad(set_to_none=program.zeroes == "none")
+            return
+        if self.flat is None:
+            self.flat = torch.zeros(len(parameters), *SHAPE, dtype=torch.float64)
+            for parameter, grad in zip(parameters, self.flat, strict=True):
+                parameter.grad = grad
+        self.flat.zero_()
+
+    def compute(self, step: int) -> None:
+        program, parameters = self.program, self.parameters
+        if program.comes.startswith("by hand"):
+            found = gradients(program, parameters, self.rank, step)
+            for parameter, grad in zip(parameters, found, strict=True):
+                parameter.grad = self.keep(grad) if "kept" in program.comes else grad
+            return
+        for part in range(passes(program)):
+            whole = JOINS[program.joins[part]](parameters)
+            given = self.keep(direction(whole, self.rank, step, part))
+            if program.comes == "argument":
+                whole.backward(given)
+            elif program.comes == "not synced" and part == 0:
+                with no_sync(self.optimizer):
+                    (whole * given).square().sum().backward()
+            else:
+                (whole * given).square().sum().backward()
+
+    def run(self) -> list[Any]:
+        hooked = self.parameters if self.program.comes == "hook" else []
+        handles = [p.register_post_accumulate_grad_hook(lambda p: None) for p in hooked]
+        for step in range(STEPS * OPTIONS[self.program.options].get("accumulate", 1)):
+            self.zero()
+            self.compute(step)
+            self.optimizer.step()
+            for tensor, before in self.own:
+                assert torch.equal(tensor, before), "the program's own tensor was written to"
+        for handle in handles:
+            handle.remove()
+        return [p.detach().clone() for p in self.parameters]
+
+
+def expected(program: Program, size: int) -> list[Any]:
+    """Train in one process, with every rank's gradients."""
+    parameters, options = made(program.count), OPTIONS[program.options]
+    every = options.get("accumulate", 1)
+    for turn in range(STEPS):
+        total = [torch.zeros(SHAPE, dtype=torch.float64) for _ in parameters]
+        for step in range(turn * every, (turn + 1) * every):
+            for rank in range(size):
+                found = gradients(program, parameters, rank, step)
+                total = [t + f for t, f in zip(total, found, strict=True)]
+        divisor = (1 if options.get("op") == "sum" else size) * every
+        with torch.no_grad():
+            for parameter, gradient in zip(parameters, total, strict=True):
+                parameter.sub_(0.01 * gradient / divisor)
+    return [p.detach() for p in parameters]
+
+
+def check(program: Program, comm: ac.Communicator) -> None:
+    got = Rank(program, comm).run()
+    for mine, want in zip(got, expected(program, comm.size), strict=True):
+        np.testing.assert_allclose(mine.numpy(), want.numpy(), rtol=SLACK, atol=SLACK)
+        assert comm.allgather(mine).reshape(comm.size, -1).unique(dim=0).shape[0] == 1
+
+
+@MANY
+@given(program=programs, size=st.integers(1, 3))
+def test_drawn_loops_give_what_autograd_gives(program: Program, size: int) -> None:
+    run(size, lambda comm: check(program, comm))
