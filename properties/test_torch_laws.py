@@ -40,8 +40,8 @@ pytestmark = [
 # Sums of a few hundred products, over a few steps, in another order: a few hundred roundings.
 SLACK: Final = 1000 * np.finfo(np.float64).eps
 SHAPE: Final = (2, 3)
-# A loop takes a few milliseconds.
-MANY = settings(max_examples=3 * int(os.environ.get("EXAMPLES") or "15"))
+# A loop takes a tenth of a second.
+MANY = settings(max_examples=2 * int(os.environ.get("EXAMPLES") or "15"))
 
 
 def made(count: int, *, alike: int = 0) -> list[Any]:
@@ -56,13 +56,33 @@ def direction(like: Any, *seed: int) -> Any:
     return torch.from_numpy(np.random.default_rng(seed).normal(size=tuple(like.shape)))
 
 
-def loss_of(parameters: Sequence[Any], rank: int, step: int) -> Any:
-    """Return a rank's loss, which uses the parameters in an order of its own."""
+# One tensor of several parameters of one shape.
+JOINS: Final[dict[str, Callable[[list[Any]], Any]]] = {
+    "apart": lambda ps: torch.stack([(p * p).sum() for p in ps]),
+    "cat": torch.cat,
+    "stack": torch.stack,
+    "vector": torch.nn.utils.parameters_to_vector,
+    "sum": lambda ps: sum(p.flatten() for p in ps),
+    "sum of views": lambda ps: sum(p.view(-1) for p in ps).view(SHAPE),
+    "one twice": lambda ps: torch.cat([ps[0], *ps, ps[0]]),
+    "expanded": lambda ps: torch.cat([p.expand(2, *SHAPE) for p in ps]),
+    "transposed": lambda ps: torch.cat([p.T for p in ps], 1),
+    "views": lambda ps: torch.cat([p.view(-1)[1:] for p in ps]),
+    "selected": lambda ps: torch.nn.functional.embedding(torch.tensor([0, 1, 1]), torch.cat(ps)),
+}
+
+
+def output_of(parameters: Sequence[Any], rank: int, step: int, join: str = "cat") -> Any:
+    """Return one tensor of parameters, used in an order of the rank's own, and its direction."""
     order = np.random.default_rng((rank, step)).permutation(len(parameters))
-    terms = [
-        (torch.tanh(parameters[n]) * direction(parameters[n], rank, step, n)).sum() for n in order
-    ]
-    return sum(terms, torch.zeros((), dtype=torch.float64))
+    whole = JOINS[join]([parameters[n] for n in order])
+    return whole, direction(whole, rank, step)
+
+
+def loss_of(*arguments: Any) -> Any:
+    """Return a rank's loss; see `output_of`."""
+    whole, given = output_of(*arguments)
+    return (torch.tanh(whole) * given).sum()
 
 
 def values_of(parameters: Sequence[Any]) -> list[Any]:
@@ -114,9 +134,17 @@ KINDS: Final[dict[str, Callable[[Any], Any]]] = {
 EVENTS: Final = (
     *("nothing", "deepcopy", "copy", "saved", "saved", "raised", "grown", "decayed", "frozen"),
 )
-PARTS: Final = ("all", "first", "rest", "local", "derived", "checkpoint")
+PARTS: Final = ("all", "first", "some", "local", "derived", "checkpoint", "argument")
 CHANGES: Final = ("nothing", "clip", "replace", "scale")
-ZEROS: Final = ("none", "in place", "not at all")
+ZEROS: Final = ("none", "in place", "flat", "not at all")
+
+
+class Identity(ac.Compression):
+    """Sends gradients as they are."""
+
+
+EXACT: Final = (None, Identity())
+LOSSY: Final = ("bfloat16", ac.ErrorFeedback("float16"), Fading())
 
 
 class Step(NamedTuple):
@@ -137,6 +165,8 @@ class Case(NamedTuple):
     kind: str
     # The second rank lists its parameters in another order, which names prove, or values.
     mixed: str
+    # How losses are made of parameters.
+    join: str
     options: dict[str, Any]
 
 
@@ -147,9 +177,7 @@ def cases(draw: Any) -> Case:
         "bucket_bytes": draw(st.sampled_from((1, 33, 1 << 20))),
         "accumulate": draw(st.sampled_from((1, 1, 1, 2))),
         "shard": draw(st.booleans()),
-        "compression": draw(
-            st.sampled_from((None, None, None, "bfloat16", ac.ErrorFeedback("float16"), Fading()))
-        ),
+        "compression": draw(st.sampled_from((None, None, *EXACT, *LOSSY))),
     }
     if isinstance(options["compression"], ac.Compression):
         # A whole state has what one rank remembers.
@@ -164,22 +192,30 @@ def cases(draw: Any) -> Case:
         if steps and steps[-1].end == "skip" and event in ("deepcopy", "copy", "grown"):
             # Then it is not known that gradients had been reduced for that step.
             event = "nothing"
-        parts = draw(st.lists(st.sampled_from(PARTS), max_size=3))
+        parts = draw(st.lists(st.sampled_from(PARTS), max_size=3) | st.just(["by hand"]))
         end = draw(st.sampled_from(("step", "step", "skip", "closure")))
         change, zeros = draw(st.sampled_from(CHANGES)), draw(st.sampled_from(ZEROS))
-        if accumulates:
+        if accumulates or parts == ["by hand"]:
+            # Gradients are this rank's own until the step.
             change, end, zeros = "nothing", "step", "none"
         # Who has no data takes the step, since it cannot know that the others skip it.
         # Inside a closure it does not find that the others have skipped the step before.
         skipped = event == "raised" or (bool(steps) and steps[-1].end == "skip")
         all_work = end == "skip" or (end == "closure" and skipped)
         idle = -1 if all_work else draw(st.integers(-1, 2))
-        if steps and steps[-1].zeros == "not at all" and end == "step":
+        if steps and steps[-1].zeros == "not at all" and event == "nothing" and end == "step":
             # It still has gradients. Others in their place would be this rank's own, set by hand.
+            parts = ["all" if part == "by hand" else part for part in parts]
             idle, change = -1, "clip" if change == "replace" else change
         steps.append(Step(event, parts, change, end, zeros, idle))
     mixed = draw(st.sampled_from(("", "names", "values")))
-    return Case(steps, draw(st.sampled_from(list(KINDS))), mixed, options)
+    return Case(
+        steps,
+        draw(st.sampled_from(list(KINDS))),
+        mixed,
+        draw(st.sampled_from(list(JOINS))),
+        options,
+    )
 
 
 class Loop:
@@ -197,6 +233,9 @@ class Loop:
         self.sums: dict[int, Any] = {}
         self.kept = 0
         self.seen: list[list[Any]] = []
+        # The program's own memory for gradients, and tensors of its own that must stay as they are.
+        self.flat: Any = None
+        self.own: list[tuple[Any, Any]] = []
 
     def make(self) -> None:
         """Make an optimizer of the parameters, as a program does at its start."""
@@ -226,11 +265,11 @@ class Loop:
         elif event == "frozen":
             self.parameters[0].requires_grad_(not self.parameters[0].requires_grad)
         elif event == "raised" and self.comm is not None:
-            used = enumerate(self.parameters[: self.grown + 3])
+            used = enumerate(self.used)
             order = [Broken.apply(p) if n == 1 + number % 2 else p for n, p in used]
             with pytest.raises(KeyError, match="broken"):
                 sum((p * (2 + self.comm.rank)).sum() for p in order).backward()
-            self.optimizer.zero_grad()
+            self.zero("none")
         elif event == "deepcopy" and self.happens:
             together = self.parameters, self.optimizer, self.schedule
             self.parameters, self.optimizer, self.schedule = copy.deepcopy(together)
@@ -258,76 +297,137 @@ class Loop:
         self.optimizer.load_state_dict(state)
         self.schedule.load_state_dict(schedule)
 
+    @property
+    def used(self) -> list[Any]:
+        return self.parameters[: self.grown + 3]
+
     def has_none(self, step: Step) -> bool:
         """Return whether there is no data in a step."""
         return {*self.ranks} == {step.idle}
 
-    def loss(self, part: str, number: int, idle: int) -> Any:
-        used = self.parameters[: self.grown + 3]
-        used = {"first": used[:1], "rest": used[1:]}.get(part, used)
-        total = sum((loss_of(used, rank, number) for rank in self.ranks if rank != idle), 0)
-        return total / (len(self.ranks) if self.case.options["op"] == "mean" else 1)
+    def keep(self, tensor: Any) -> Any:
+        self.own.append((tensor, tensor.clone()))
+        return tensor
+
+    def outputs(self, part: str, number: int, idle: int) -> list[tuple[Any, Any]]:
+        """Return what the parameters are joined to on each rank, and its direction."""
+        found, size = [], len(self.ranks) if self.case.options["op"] == "mean" else 1
+        for rank in self.ranks:
+            some = {"first": self.used[:1], "some": self.used[(rank + number) % 2 :: 2]}
+            if rank != idle:
+                whole, given = output_of(some.get(part, self.used), rank, number, self.case.join)
+                found.append((whole, given / size))
+        return found
+
+    def loss(self, *arguments: Any) -> Any:
+        return sum((torch.tanh(whole) * given).sum() for whole, given in self.outputs(*arguments))
+
+    def pass_back(self, value: Any, given: Any = None) -> None:
+        """Make a backward pass; in one process without what autograd adds up in shared memory."""
+        if self.comm is not None:
+            value.backward(given)
+            return
+        found = torch.autograd.grad(value, self.trained(), given, allow_unused=True)
+        for parameter, grad in zip(self.trained(), found, strict=True):
+            if grad is not None:
+                before = torch.zeros_like(grad) if parameter.grad is None else parameter.grad
+                parameter.grad = before + grad
+
+    def trained(self) -> list[Any]:
+        return [parameter for parameter in self.used if parameter.requires_grad]
 
     def backward(self, step: Step, number: int) -> Any:
         """Make the backward passes of a step; return the last loss."""
-        if self.has_none(step):
-            return torch.zeros((), dtype=torch.float64)
-        value = self.loss("all", number, step.idle)
-        for part in step.parts:
-            value = self.loss(part, number, step.idle)
-            if part == "checkpoint":
-                value = value + checkpoint(
-                    lambda x: x * self.loss("all", number, step.idle),
-                    torch.ones((), dtype=torch.float64, requires_grad=True),
-                    use_reentrant=True,
-                )
+        value = torch.zeros((), dtype=torch.float64)
+        for part in () if self.has_none(step) else step.parts:
             with no_sync(self.optimizer) if part == "local" and self.comm else nullcontext():
-                if part == "derived":
-                    torch.autograd.grad(value, self.parameters[1:], allow_unused=True)
-                elif value.requires_grad:
-                    value.backward()
-        if "local" in step.parts:
+                # A rank may make as many as it likes.
+                times = 1 + self.ranks[-1] if part == "local" and self.comm else 1
+                for _ in range(times):
+                    value = self.backward_of(part, number, step.idle, times)
+        if "local" in step.parts and not self.has_none(step):
             # What follows sees all of it.
-            self.loss("all", number, step.idle).backward()
+            self.pass_back(self.loss("all", number, step.idle))
         return value.detach()
+
+    def backward_of(self, part: str, number: int, idle: int, times: int) -> Any:
+        """Make one of so many backward passes of a kind; return its loss."""
+        value = self.loss(part, number, idle) / times
+        if part == "checkpoint":
+            one = torch.ones((), dtype=torch.float64, requires_grad=True)
+            value = value + (
+                value
+                if self.comm is None
+                else checkpoint(
+                    lambda x: x * self.loss("all", number, idle), one, use_reentrant=number % 2 == 0
+                )
+            )
+        if part in ("derived", "by hand"):
+            found = torch.autograd.grad(value, self.trained(), allow_unused=True)
+            pairs = zip(self.trained(), found, strict=True)
+            for parameter, grad in pairs if part == "by hand" else ():
+                parameter.grad = None if grad is None else self.keep(grad)
+            self.flat = None
+        elif part == "argument":
+            for whole, given in self.outputs(part, number, idle):
+                if whole.requires_grad:
+                    self.pass_back(whole, self.keep(given))
+        elif value.requires_grad:
+            self.pass_back(value)
+        return value * times
+
+    def zero(self, how: str) -> None:
+        if how == "flat" and self.flat is not None and self.comm is not None:
+            self.flat.zero_()
+        elif how == "flat":
+            self.flat = torch.zeros(len(self.used), *SHAPE, dtype=torch.float64)
+            for parameter, grad in zip(self.used, self.flat, strict=True):
+                parameter.grad = grad
+        elif how != "not at all":
+            self.optimizer.zero_grad(set_to_none=how == "none")
+            self.flat = None if how == "none" else self.flat
 
     def take(self, number: int, step: Step) -> None:
         if step.event != "nothing":
-            self.optimizer.zero_grad()
+            self.zero("none")
             self.happen(step.event, number)
         if step.end == "closure":
 
             def closure() -> Any:
-                self.optimizer.zero_grad()
+                self.zero("none")
                 return self.backward(step, number)
 
             self.seen.append([self.optimizer.step(closure)])
         else:
             self.backward(step, number)
+            if step.change == "replace":
+                self.flat = None
             mine = not self.has_none(step)
             if mine:
                 change(step.change, [p for p in self.parameters if p.grad is not None])
-            if mine and self.case.options["accumulate"] == 1:
-                grads = [p.grad for p in self.parameters]
-                self.seen.append([grad.clone() for grad in grads if grad is not None])
-            else:
-                self.seen.append([])
+            is_local = self.case.options["accumulate"] > 1 or "by hand" in step.parts
+            grads = [p.grad for p in self.parameters if mine and not is_local]
+            self.seen.append([grad.clone() for grad in grads if grad is not None])
             if step.end == "step":
+                before = [p.grad for p in self.parameters]
                 self.step()
+                if self.comm and self.kept % self.case.options["accumulate"]:
+                    assert_same([[p.grad for p in self.parameters]], [before])
         self.seen.append(values_of(self.parameters))
-        if step.zeros != "not at all":
-            self.optimizer.zero_grad(set_to_none=step.zeros == "none")
+        self.zero(step.zeros)
+        for tensor, before in self.own:
+            assert torch.equal(tensor, before), "the program's own tensor was written to"
 
     def step(self) -> None:
         """Take a step; in one process with the mean of the gradients of several."""
         every = self.case.options["accumulate"]
+        self.kept += 1
         if self.comm is not None or every == 1:
             self.optimizer.step()
             return
         for n, parameter in enumerate(self.parameters):
             if parameter.grad is not None:
                 self.sums[n] = self.sums.get(n, 0) + parameter.grad / every
-        self.kept += 1
         if self.kept % every == 0:
             for n, parameter in enumerate(self.parameters):
                 parameter.grad = self.sums.get(n)
@@ -364,23 +464,31 @@ def assert_same(mine: list[list[Any]], others: list[list[Any]], slack: float = 0
             torch.testing.assert_close(got, want, rtol=slack, atol=slack)
 
 
-@MANY
-@given(case=cases(), size=st.integers(1, 3))
-def test_drawn_loops_give_what_one_process_gives(case: Case, size: int) -> None:
-    def train(comm: ac.Communicator, case: Case, happens: bool) -> Any:
-        return Loop(case, [comm.rank], comm, happens=happens).run()
+def trained(comm: ac.Communicator, case: Case, *, happens: bool = True) -> Any:
+    return Loop(case, [comm.rank], comm, happens=happens).run()
 
+
+def alone(case: Case, size: int) -> list[list[Any]]:
+    """Return what one process gives."""
+    seen, _ = Loop(case, range(size), None, happens=False).run()
+    return seen
+
+
+@MANY
+@given(case=cases(), size=st.integers(1, 4))
+def test_drawn_loops_give_what_one_process_gives(case: Case, size: int) -> None:
+    """With copies or states that are loaded on the way or without, and sharded or not."""
     together = case._replace(options={**case.options, "shard": False})
     (results, kept), (others, whole) = (
-        zip(*run(size, train, *how), strict=True) for how in ((case, True), (together, False))
+        zip(*run(size, lambda comm, how=how: trained(comm, how[0], happens=how[1])), strict=True)
+        for how in ((case, True), (together, False))
     )
     for seen in (*results, *others):
         assert_same(seen, results[0])
     assert not case.options["shard"] or sum(kept) == whole[0]
-    if case.options["compression"] is None:
-        want, _ = Loop(case, range(size), None, happens=False).run()
+    if case.options["compression"] in EXACT:
         for seen in results:
-            assert_same(seen, want, SLACK)
+            assert_same(seen, alone(case, size), SLACK)
 
 
 # Ranks that run out of data, and errors ---------------------------------------------------------
@@ -516,164 +624,3 @@ def test_a_gradient_changed_inside_backward_is_an_error_on_all(
 
     assert all(run(size, train))
     assert not changed or all("was changed inside" in text for text in told)
-
-
-# Whose memory a gradient is ---------------------------------------------------------------------
-
-STEPS = 3
-# One tensor of several parameters of one shape.
-JOINS: Final[dict[str, Callable[[list[Any]], Any]]] = {
-    "apart": lambda ps: torch.stack([(p * p).sum() for p in ps]),
-    "cat": torch.cat,
-    "stack": torch.stack,
-    "vector": torch.nn.utils.parameters_to_vector,
-    "sum": lambda ps: sum(p.flatten() for p in ps),
-    "sum of views": lambda ps: sum(p.view(-1) for p in ps).view(SHAPE),
-    "one twice": lambda ps: torch.cat([ps[0], *ps, ps[0]]),
-    "expanded": lambda ps: torch.cat([p.expand(2, *SHAPE) for p in ps]),
-    "transposed": lambda ps: torch.cat([p.T for p in ps], 1),
-    "views": lambda ps: torch.cat([p.view(-1)[1:] for p in ps]),
-    "selected": lambda ps: torch.nn.functional.embedding(torch.tensor([0, 1, 1]), torch.cat(ps)),
-}
-# How gradients come to `.grad`, and how they are zeroed.
-COMES: Final = ("backward", "argument", "twice", "by hand", "by hand, kept", "hook", "not synced")
-ZEROES: Final = ("none", "zeros", "flat", "flat, same")
-
-
-class Identity(ac.Compression):
-    """Sends gradients as they are."""
-
-
-OPTIONS: Final[list[dict[str, Any]]] = [
-    {},
-    {"bucket_bytes": 1},
-    {"op": "sum"},
-    {"shard": True},
-    {"accumulate": 2},
-    {"compression": Identity()},
-]
-
-
-class Program(NamedTuple):
-    """A drawn training loop."""
-
-    joins: tuple[str, str]
-    count: int
-    comes: str
-    zeroes: str
-    options: int
-
-
-programs: Final = st.builds(
-    Program,
-    st.tuples(st.sampled_from(list(JOINS)), st.sampled_from(list(JOINS))),
-    st.integers(1, 3),
-    st.sampled_from(COMES),
-    st.sampled_from(ZEROES),
-    st.integers(0, len(OPTIONS) - 1),
-)
-
-
-def gradients(program: Program, parameters: list[Any], rank: int, step: int) -> list[Any]:
-    """Return a rank's gradients of a step, in memory of their own."""
-    total = [torch.zeros(SHAPE, dtype=torch.float64) for _ in parameters]
-    for part in range(passes(program)):
-        whole = JOINS[program.joins[part]](parameters)
-        given = direction(whole, rank, step, part)
-        if program.comes != "argument":
-            whole, given = (whole * given).square().sum(), None
-        found = torch.autograd.grad(whole, parameters, given, allow_unused=True)
-        total = [t if f is None else t + f for t, f in zip(total, found, strict=True)]
-    return total
-
-
-def passes(program: Program) -> int:
-    return 2 if program.comes in ("twice", "not synced") else 1
-
-
-class Rank:
-    """One rank's part in a program, with memory of the program's own that must stay as it is."""
-
-    def __init__(self, program: Program, comm: ac.Communicator) -> None:
-        self.program, self.rank = program, comm.rank
-        self.parameters = made(program.count)
-        plain = torch.optim.SGD(self.parameters, lr=0.01)
-        self.optimizer = ac.DistributedOptimizer(plain, comm=comm, **OPTIONS[program.options])
-        self.own: list[tuple[Any, Any]] = []
-        self.flat: Any = None
-
-    def keep(self, tensor: Any) -> Any:
-        self.own.append((tensor, tensor.clone()))
-        return tensor
-
-    def zero(self) -> None:
-        program, parameters = self.program, self.parameters
-        if program.zeroes in ("none", "zeros"):
-            self.optimizer.zero_grad(set_to_none=program.zeroes == "none")
-            return
-        if self.flat is None:
-            self.flat = torch.zeros(len(parameters), *SHAPE, dtype=torch.float64)
-            for parameter, grad in zip(parameters, self.flat, strict=True):
-                parameter.grad = grad
-        self.flat.zero_()
-
-    def compute(self, step: int) -> None:
-        program, parameters = self.program, self.parameters
-        if program.comes.startswith("by hand"):
-            found = gradients(program, parameters, self.rank, step)
-            for parameter, grad in zip(parameters, found, strict=True):
-                parameter.grad = self.keep(grad) if "kept" in program.comes else grad
-            return
-        for part in range(passes(program)):
-            whole = JOINS[program.joins[part]](parameters)
-            given = self.keep(direction(whole, self.rank, step, part))
-            if program.comes == "argument":
-                whole.backward(given)
-            elif program.comes == "not synced" and part == 0:
-                with no_sync(self.optimizer):
-                    (whole * given).square().sum().backward()
-            else:
-                (whole * given).square().sum().backward()
-
-    def run(self) -> list[Any]:
-        hooked = self.parameters if self.program.comes == "hook" else []
-        handles = [p.register_post_accumulate_grad_hook(lambda p: None) for p in hooked]
-        for step in range(STEPS * OPTIONS[self.program.options].get("accumulate", 1)):
-            self.zero()
-            self.compute(step)
-            self.optimizer.step()
-            for tensor, before in self.own:
-                assert torch.equal(tensor, before), "the program's own tensor was written to"
-        for handle in handles:
-            handle.remove()
-        return [p.detach().clone() for p in self.parameters]
-
-
-def expected(program: Program, size: int) -> list[Any]:
-    """Train in one process, with every rank's gradients."""
-    parameters, options = made(program.count), OPTIONS[program.options]
-    every = options.get("accumulate", 1)
-    for turn in range(STEPS):
-        total = [torch.zeros(SHAPE, dtype=torch.float64) for _ in parameters]
-        for step in range(turn * every, (turn + 1) * every):
-            for rank in range(size):
-                found = gradients(program, parameters, rank, step)
-                total = [t + f for t, f in zip(total, found, strict=True)]
-        divisor = (1 if options.get("op") == "sum" else size) * every
-        with torch.no_grad():
-            for parameter, gradient in zip(parameters, total, strict=True):
-                parameter.sub_(0.01 * gradient / divisor)
-    return [p.detach() for p in parameters]
-
-
-def check(program: Program, comm: ac.Communicator) -> None:
-    got = Rank(program, comm).run()
-    for mine, want in zip(got, expected(program, comm.size), strict=True):
-        np.testing.assert_allclose(mine.numpy(), want.numpy(), rtol=SLACK, atol=SLACK)
-        assert comm.allgather(mine).reshape(comm.size, -1).unique(dim=0).shape[0] == 1
-
-
-@MANY
-@given(program=programs, size=st.integers(1, 3))
-def test_drawn_loops_give_what_autograd_gives(program: Program, size: int) -> None:
-    run(size, lambda comm: check(program, comm))

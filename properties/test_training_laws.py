@@ -99,12 +99,6 @@ def bits(leaves: Any) -> list[bytes]:
     return [np.asarray(leaf).tobytes() for leaf in leaves]
 
 
-def bits_of_torch(params: Any) -> list[bytes]:
-    """Return parameters and what gradients they have."""
-    gradients = [param.grad for param in params if param.grad is not None]
-    return bits(leaf.detach().clone() for leaf in (*params, *gradients))
-
-
 def in_one_process(training: Training, size: int) -> Arrays:
     params, optimizer = training.arrays(0), getattr(plain, training.optimizer)()
     for step in range(training.steps):
@@ -148,61 +142,6 @@ def test_a_state_is_resumed_by_any_number_of_ranks(sizes, training) -> None:
     resumed = run(sizes[1], train, saved, range(half, training.steps))
     want = bits(in_one_process(training, 1))
     assert [bits(params) for params, _ in resumed] == [want] * sizes[1]
-
-
-@FEW
-@given(
-    size=SIZES,
-    training=TRAININGS,
-    present=st.lists(st.lists(st.booleans(), min_size=5, max_size=5), min_size=4, max_size=4),
-)
-def test_torch_reduces_every_gradient_in_backward(size, training, present) -> None:
-    """Ranks use other parameters, in another order; the gradients of others count as zeros."""
-    torch = pytest.importorskip("torch")
-    uses = [
-        [n for n in np.random.default_rng(rank).permutation(len(training.shapes)) if has[n]]
-        for rank, has in enumerate(present)
-    ]
-
-    def loss(params: Any, rank: int, step: int) -> Any:
-        gradients = training.gradients(rank, step)
-        terms = [(params[n] * torch.from_numpy(gradients[n])).sum().double() for n in uses[rank]]
-        return sum(terms, torch.zeros((), dtype=torch.double))
-
-    def train(comm: ac.Communicator) -> Any:
-        params = [torch.nn.Parameter(torch.from_numpy(x)) for x in training.arrays(0)]
-        optimizer = torch.optim.SGD(params, lr=0.5, momentum=0.5)
-        options = {**training.options, "accumulate": 1}
-        ac.DistributedOptimizer(optimizer, comm=comm, **options)
-        seen = []
-        for step in range(training.steps):
-            total = loss(params, comm.rank, step)
-            if uses[comm.rank]:
-                total.backward()
-            # A rank that has no gradients takes part in the others' backward passes in its step.
-            seen.append(bits_of_torch(params) if uses[comm.rank] else [])
-            optimizer.step()
-            seen.append(bits_of_torch(params))
-            optimizer.zero_grad()
-        return seen
-
-    params = [torch.nn.Parameter(torch.from_numpy(x)) for x in training.arrays(0)]
-    optimizer, want = torch.optim.SGD(params, lr=0.5, momentum=0.5), []
-    for step in range(training.steps):
-        for number, param in enumerate(params):
-            if any(number in uses[rank] for rank in range(size)):
-                rows = [
-                    gradient if number in uses[rank] else np.zeros_like(gradient)
-                    for rank in range(size)
-                    for gradient in [training.gradients(rank, step)[number]]
-                ]
-                param.grad = torch.from_numpy(expected(rows, training.op))
-        want.append(bits_of_torch(params))
-        optimizer.step()
-        want.append(bits_of_torch(params))
-        optimizer.zero_grad()
-    for seen in run(size, train):
-        assert [found or wanted for found, wanted in zip(seen, want, strict=True)] == want
 
 
 def linear(name: str, size: int, root: int) -> Any:

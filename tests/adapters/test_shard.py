@@ -117,16 +117,6 @@ def test_every_optimizer_of_torch_is_the_same_sharded_or_refused(torch: Any, nam
     )
 
 
-def test_torch_on_more_ranks_than_parameters(torch: Any) -> None:
-    kind = torch.optim.AdamW
-    kept, whole = assert_same_sharded(
-        7, lambda comm, shard: train_torch(torch, comm, kind, shard=shard)
-    )
-    # Nothing is kept twice, and no rank keeps what others have room for.
-    assert sum(kept) == whole
-    assert sorted(map(bool, kept)) == [False] * 2 + [True] * 5
-
-
 def test_parameters_of_any_dtype_and_layout_are_exchanged(torch: Any) -> None:
     def on_rank(comm: Any, shard: bool) -> Any:
         image = torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last)

@@ -13,7 +13,8 @@ from tests.support.on_ranks import each_rank_of
 
 torch = pytest.importorskip("torch")
 
-from properties.test_torch_laws import COMES, JOINS, OPTIONS, SHAPE, ZEROES, Program, check, made  # noqa: E402
+from properties import test_torch_laws as laws  # noqa: E402
+from properties.test_torch_laws import SHAPE, made  # noqa: E402
 
 
 @each_rank_of(2)
@@ -86,8 +87,16 @@ def test_memory_of_numpy_is_not_written_to(comm: ac.Communicator) -> None:
 class TestProcesses:
     """On as many ranks as there are processes; `test_processes` runs them on more."""
 
-    def test_loops(self, world: ac.Communicator) -> None:
-        names = list(JOINS)
-        for turn, comes in enumerate(COMES):
-            joins, zeroes = (names[turn], names[turn + 4]), ZEROES[turn % len(ZEROES)]
-            check(Program(joins, 3, comes, zeroes, turn % len(OPTIONS)), world)
+    @pytest.mark.parametrize("turn", range(4))
+    def test_loops(self, world: ac.Communicator, turn: int) -> None:
+        parts = (["by hand"], ["local", "argument"], ["all", "all"], ["checkpoint", "first"])[turn]
+        zeros, options = laws.ZEROS[turn], {"op": "sum", "shard": turn == 0, "accumulate": 1}
+        steps = [laws.Step("nothing", parts, "nothing", "step", zeros, -1) for _ in range(3)]
+        compression = laws.Identity() if turn == 1 else None
+        options |= {"bucket_bytes": (1, 1 << 20)[turn % 2], "compression": compression}
+        joins = list(laws.JOINS)[2 * turn + 1]
+        case = laws.Case(steps, "momentum", "", joins, options)
+        seen, _ = laws.trained(world, case)
+        laws.assert_same(seen[:-1], laws.alone(case, world.size)[:-1], laws.SLACK)
+        last = [value.numpy().tobytes() for value in seen[-2]]
+        assert world.allgather_object(last) == [last] * world.size

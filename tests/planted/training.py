@@ -20,7 +20,7 @@ _JAX: Final = "tests/adapters/test_jax_collectives.py"
 _RESUMED: Final = ("epoch_resumed_anywhere_by_any_number_of_ranks",)
 _OPTIMIZERS: Final = ("ranks_update_as_one_process_does",)
 _STATES: Final = ("a_state_is_resumed_by_any_number_of_ranks",)
-_TORCH: Final = ("torch_reduces_every_gradient_in_backward",)
+_TORCH: Final = ("drawn_loops_give_what_one_process_gives",)
 _TRANSPOSES: Final = ("gradients_of_collectives_are_their_transposes",)
 _BATCH_NORM: Final = ("batch_norm_of_ranks_is_that_of_the_whole_batch",)
 
