@@ -18,12 +18,13 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import optree
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import arraycomm as ac
 from arraycomm import _launch
 from arraycomm.testing import run
+from properties.test_training_laws import MANY
 
 torch = pytest.importorskip("torch")
 
@@ -40,8 +41,6 @@ pytestmark = [
 # Sums of a few hundred products, over a few steps, in another order: a few hundred roundings.
 SLACK: Final = 1000 * np.finfo(np.float64).eps
 SHAPE: Final = (2, 3)
-# A loop takes a tenth of a second.
-MANY = settings(max_examples=2 * int(os.environ.get("EXAMPLES") or "15"))
 
 
 def made(count: int, *, alike: int = 0) -> list[Any]:

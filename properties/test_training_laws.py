@@ -6,6 +6,7 @@ Gradients are integers, so that sums are exact, and parameters are compared bit 
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 
 import arraycomm as ac
 from arraycomm import _launch
+from arraycomm._training.programs import calls_of
 from arraycomm._training.shards import divide
 from arraycomm.adapters import numpy as plain
 from arraycomm.testing import run
@@ -26,8 +28,9 @@ pytestmark = pytest.mark.skipif(
 )
 
 SIZES = st.integers(1, 4)
+_EXAMPLES = int(os.environ.get("EXAMPLES") or "15")
 # Each example of torch takes many small steps.
-FEW = settings(max_examples=max(1, int(os.environ.get("EXAMPLES") or "15") // 3))
+FEW, MANY = (settings(max_examples=count) for count in (max(1, _EXAMPLES // 3), 2 * _EXAMPLES))
 Arrays = list[np.ndarray[Any, Any]]
 
 
@@ -86,7 +89,7 @@ TRAININGS = st.integers(1, 5).flatmap(
         ),
         st.lists(st.sampled_from(("float32", "float64")), min_size=count, max_size=count),
         st.integers(1, 4),
-        st.sampled_from(("SGD", "Momentum", "Adam")),
+        st.sampled_from(("SGD", "Momentum", "Adam", "Keeping", "Keeping")),
         st.sampled_from(("sum", "mean")),
         st.sampled_from((1, 1, 2)),
         st.sampled_from((1, 100, 1 << 20)),
@@ -99,8 +102,31 @@ def bits(leaves: Any) -> list[bytes]:
     return [np.asarray(leaf).tobytes() for leaf in leaves]
 
 
+class Keeping:
+    """An optimizer whose state has a value of each parameter in every form that can be divided."""
+
+    per_parameter = True
+
+    def __init__(self) -> None:
+        self.decays, self.steps, self.sums, self.within = [0.5, 0.25], 0, None, {}
+
+    def update(self, params: Any, grads: Any) -> Any:
+        before = self.sums or [np.zeros_like(param) for param in params]
+        self.sums = [x + grad for x, grad in zip(before, grads, strict=True)]
+        self.pairs = [(x, {"of": x}) for x in self.sums]
+        if not self.within:
+            self.within = {"empty": [{} for _ in params], "none": [None for _ in params]}
+        together = zip(params, self.pairs, self.sums, *self.within.values(), strict=True)
+        self.steps += 1
+        return [p - (pair[1]["of"] + x) / 8 for p, pair, x, _, _ in together]
+
+
+def optimizer_of(training: Training) -> Any:
+    return Keeping() if training.optimizer == "Keeping" else getattr(plain, training.optimizer)()
+
+
 def in_one_process(training: Training, size: int) -> Arrays:
-    params, optimizer = training.arrays(0), getattr(plain, training.optimizer)()
+    params, optimizer = training.arrays(0), optimizer_of(training)
     for step in range(training.steps):
         reduced = training.reduced(size, step)
         if reduced is not None:
@@ -112,7 +138,7 @@ def in_one_process(training: Training, size: int) -> Arrays:
 def test_ranks_update_as_one_process_does(size, training) -> None:
     def train(comm: ac.Communicator) -> list[bytes]:
         params = training.arrays(0)
-        optimizer = getattr(plain, training.optimizer)()
+        optimizer = optimizer_of(training)
         made = ac.DistributedOptimizer(optimizer, comm=comm, **training.options)
         for step in range(training.steps):
             params = made.update(params, training.gradients(comm.rank, step))
@@ -121,6 +147,7 @@ def test_ranks_update_as_one_process_does(size, training) -> None:
     assert run(size, train) == [bits(in_one_process(training, size))] * size
 
 
+@MANY
 @given(sizes=st.tuples(SIZES, SIZES), training=TRAININGS)
 def test_a_state_is_resumed_by_any_number_of_ranks(sizes, training) -> None:
     """The ranks that resume get the gradients of those before, so that both numbers give the same."""
@@ -129,7 +156,7 @@ def test_a_state_is_resumed_by_any_number_of_ranks(sizes, training) -> None:
 
     def train(comm: ac.Communicator, start: Any, steps: range) -> Any:
         params, state = start
-        optimizer = getattr(plain, training.optimizer)()
+        optimizer = optimizer_of(training)
         made = ac.DistributedOptimizer(optimizer, comm=comm, **training.options)
         if state is not None:
             plain.load_state(made, state, params)
@@ -233,6 +260,22 @@ def test_feedback_loses_nothing_for_good(rows, dtype) -> None:
         total = total + sent
     assert (total + kept).tolist() == np.sum(rows, axis=0).tolist()
     assert (np.abs(kept) <= 4).all()
+
+
+@given(
+    places=st.lists(st.lists(st.sampled_from((1, 1, 1, 2)), min_size=4, max_size=4), max_size=4),
+    size=st.integers(2, 4),
+)
+def test_calls_of_programs_meet_at_one_place(places, size) -> None:
+    def train(comm: ac.Communicator) -> None:
+        calls, x = calls_of(comm), np.full(1, comm.rank)
+        for row in places:
+            refused = pytest.raises(ac.MismatchError, match="call 2 of a program")
+            apart = len(set(row[:size])) > 1
+            with calls.at(row[comm.rank]), refused if apart else nullcontext():
+                assert calls.allreduce(x, "sum", None) == size * (size - 1) // 2
+
+    run(size, train)
 
 
 @given(sizes=st.lists(st.integers(1, 9), max_size=9), ranks=st.integers(1, 4))
