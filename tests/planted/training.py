@@ -209,6 +209,27 @@ OPTIMIZERS: Final = (
 
 TORCH: Final = (
     Fault(
+        "failed gradients of a join: those of a reduction that failed are reduced with the next",
+        f"{_ADAPTERS}/torch/_join.py",
+        "        finally:\n            parameters.forget_sent()",
+        "        finally:\n            pass",
+        ("inside_join_ranks_take_the_steps_of_the_others",),
+    ),
+    Fault(
+        "changed under way: a gradient may be written to while it is reduced",
+        f"{_ADAPTERS}/torch/_parameters.py",
+        "                    self.gradients.fail(_changed_inside(number))",
+        "                    pass",
+        ("what_one_rank_does_alone_is_an_error_on_all",),
+    ),
+    Fault(
+        "calls anywhere in a program: ranks do not compare at which place of a program a call is",
+        "arraycomm/_training/programs.py",
+        "        runner_of(self.comm).set_guard(self._guard)\n",
+        "",
+        ("calls_of_programs_meet_at_one_place",),
+    ),
+    Fault(
         "order of buckets: each rank divides its parameters in the order of its own gradients",
         f"{_ADAPTERS}/torch/_buckets.py",
         "            order, indices = rows[int(rows[:, 0, 0].argmax()), :, 1:]",
