@@ -281,9 +281,11 @@ def test_calls_of_programs_meet_at_one_place(places, size) -> None:
 
 @given(sizes=st.lists(st.integers(1, 9), max_size=9), ranks=st.integers(1, 4))
 def test_shards_are_even(sizes, ranks) -> None:
-    loads = [0] * ranks
-    for size, owner in zip(sizes, divide(sizes, ranks), strict=True):
+    loads, owners = [0] * ranks, divide(sizes, ranks)
+    for size, owner in zip(sizes, owners, strict=True):
         loads[owner] += size
+    later = divide([*sizes, 100], ranks, dict(enumerate(owners)))
+    assert later == [*owners, loads.index(min(loads))]
     assert max(loads) - min(loads) <= max(sizes, default=0)
 
 

@@ -88,7 +88,7 @@ def adamw(model: Any, comm: ac.Communicator | None = None) -> Any:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, eps=0.1, weight_decay=0.1)
     if comm is not None:
         # Small buckets are reduced one by one while the backward pass goes on.
-        ac.DistributedOptimizer(optimizer, comm=comm, bucket_bytes=100)
+        ac.DistributedOptimizer(optimizer, comm=comm, bucket_bytes=100, shard=comm.size == 3)
         optimizer._is_distributed = comm
     return optimizer
 
@@ -164,12 +164,10 @@ def test_gradients_are_reduced_when_backward_returns(comm: ac.Communicator) -> N
     assert weight.tolist() == [-78.0, -78.0]
 
 
-@pytest.mark.parametrize(("zero", "count"), [(True, 300), (False, 150_000)])
 @each_rank_of(3)
-def test_after_an_exception_in_backward_training_goes_on(
-    comm: ac.Communicator, zero: bool, count: int
-) -> None:
-    weights = [torch.nn.Parameter(torch.ones(count)) for _ in range(3)]
+def test_after_an_exception_in_backward_training_goes_on(comm: ac.Communicator) -> None:
+    """Also from the gradients that are there: laws zero them."""
+    weights = [torch.nn.Parameter(torch.ones(150_000)) for _ in range(3)]
     first, middle, last = weights
     optimizer = torch.optim.SGD(weights, lr=1.0)
     ac.DistributedOptimizer(optimizer, comm=comm, op="sum", bucket_bytes=100)
@@ -189,16 +187,9 @@ def test_after_an_exception_in_backward_training_goes_on(
             # That of `last` was under way. Nothing is written to it any more.
             assert last.grad.unique().tolist() == [6.0]
             assert middle.grad.unique().tolist() == [comm.rank + 1]
-            if zero:
-                last.grad.data.zero_()
-                middle.grad.data.zero_()
         loss(torch.clone).backward()
         optimizer.step()
-    assert (
-        [weight[0].item() for weight in weights] == [-5.0, -5.0, -5.0]
-        if zero
-        else [-5.0, -11.0, -11.0]
-    )
+    assert [weight[0].item() for weight in weights] == [-5.0, -11.0, -11.0]
 
 
 @each_rank_of(3)
@@ -264,13 +255,6 @@ def skipping(comm: ac.Communicator, *skipped: int, **options: Any) -> None:
             optimizer.step()
 
 
-def different_numbers_of_backward_passes(comm: ac.Communicator) -> None:
-    weight, optimizer = weight_and_optimizer(comm)
-    for _ in range(1 + comm.rank):
-        weight.sum().backward()
-    optimizer.step()
-
-
 def different_numbers_of_evaluations(comm: ac.Communicator) -> None:
     class Evaluating(torch.optim.SGD):  # type: ignore[misc, name-defined]
         def step(self, closure: Any = None) -> Any:
@@ -295,11 +279,6 @@ def different_numbers_of_evaluations(comm: ac.Communicator) -> None:
             ),
         ),
         (2, lambda comm: skipping(comm, 0, 0, accumulate=2), r"rank 0: step 3.*rank 1: step 2"),
-        (
-            2,
-            different_numbers_of_backward_passes,
-            r"rank 0: step 1, in step\(\) after 1.*rank 1: step 1, in its backward\(\) 2",
-        ),
         (
             2,
             different_numbers_of_evaluations,
