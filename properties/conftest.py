@@ -24,6 +24,10 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("properties")
 
 
+# Adapters look for names among all objects of the process: fewer are to be seen.
+pytest_collection = of_tests.pytest_collection
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
     """Report under `mpiexec` as the other tests do, where that is not seen to already."""

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 import arraycomm as ac
 from arraycomm import _launch
+from arraycomm._training.programs import calls_of
 from arraycomm._training.shards import divide
 from arraycomm.adapters import numpy as plain
 from arraycomm.testing import given as given_on_ranks
@@ -39,8 +40,9 @@ pytestmark = pytest.mark.skipif(
 )
 
 SIZES = st.integers(1, 4)
+_EXAMPLES = int(os.environ.get("EXAMPLES") or "15")
 # Each example of torch takes many small steps.
-FEW = settings(max_examples=max(1, int(os.environ.get("EXAMPLES") or "15") // 3))
+FEW, MANY = (settings(max_examples=count) for count in (max(1, _EXAMPLES // 3), 2 * _EXAMPLES))
 Leaves = list[np.ndarray[Any, Any]]
 
 
@@ -99,7 +101,7 @@ TRAININGS = st.integers(1, 5).flatmap(
         ),
         st.lists(st.sampled_from(("float32", "float64")), min_size=count, max_size=count),
         st.integers(1, 4),
-        st.sampled_from(("SGD", "Momentum", "Adam")),
+        st.sampled_from(("SGD", "Momentum", "Adam", "Keeping", "Keeping")),
         st.sampled_from(("sum", "mean")),
         st.sampled_from((1, 1, 2)),
         st.sampled_from((1, 100, 1 << 20)),
@@ -112,14 +114,31 @@ def bits(leaves: Any) -> list[bytes]:
     return [np.asarray(leaf).tobytes() for leaf in leaves]
 
 
-def bits_of_torch(params: Any) -> list[bytes]:
-    """Return parameters and what gradients they have."""
-    gradients = [param.grad for param in params if param.grad is not None]
-    return bits(leaf.detach().clone() for leaf in (*params, *gradients))
+class Keeping:
+    """An optimizer whose state has a value of each parameter in every form that can be divided."""
+
+    per_parameter = True
+
+    def __init__(self) -> None:
+        self.decays, self.steps, self.sums, self.within = [0.5, 0.25], 0, None, {}
+
+    def update(self, params: Any, grads: Any) -> Any:
+        before = self.sums or [np.zeros_like(param) for param in params]
+        self.sums = [x + grad for x, grad in zip(before, grads, strict=True)]
+        self.pairs = [(x, {"of": x}) for x in self.sums]
+        if not self.within:
+            self.within = {"empty": [{} for _ in params], "none": [None for _ in params]}
+        together = zip(params, self.pairs, self.sums, *self.within.values(), strict=True)
+        self.steps += 1
+        return [p - (pair[1]["of"] + x) / 8 for p, pair, x, _, _ in together]
+
+
+def optimizer_of(training: Training) -> Any:
+    return Keeping() if training.optimizer == "Keeping" else getattr(plain, training.optimizer)()
 
 
 def in_one_process(training: Training, size: int) -> Leaves:
-    params, optimizer = training.arrays(0), getattr(plain, training.optimizer)()
+    params, optimizer = training.arrays(0), optimizer_of(training)
     for step in range(training.steps):
         reduced = training.reduced(size, step)
         if reduced is not None:
@@ -131,7 +150,7 @@ def in_one_process(training: Training, size: int) -> Leaves:
 def test_ranks_update_as_one_process_does(size, training) -> None:
     def train(comm: ac.Communicator) -> list[bytes]:
         params = training.arrays(0)
-        optimizer = getattr(plain, training.optimizer)()
+        optimizer = optimizer_of(training)
         made = ac.DistributedOptimizer(optimizer, comm=comm, **training.options)
         for step in range(training.steps):
             params = made.update(params, training.gradients(comm.rank, step))
@@ -183,6 +202,7 @@ def test_accumulated_gradients_are_folds_of_means(comm, steps, all_of) -> None:
     check_elements(found, expected(means, "mean"), "mean")
 
 
+@MANY
 @given(sizes=st.tuples(SIZES, SIZES), training=TRAININGS)
 def test_a_state_is_resumed_by_any_number_of_ranks(sizes, training) -> None:
     """The ranks that resume get the gradients of those before, so that both numbers give the same."""
@@ -191,7 +211,7 @@ def test_a_state_is_resumed_by_any_number_of_ranks(sizes, training) -> None:
 
     def train(comm: ac.Communicator, start: Any, steps: range) -> Any:
         params, state = start
-        optimizer = getattr(plain, training.optimizer)()
+        optimizer = optimizer_of(training)
         made = ac.DistributedOptimizer(optimizer, comm=comm, **training.options)
         if state is not None:
             plain.load_state(made, state, params)
@@ -204,61 +224,6 @@ def test_a_state_is_resumed_by_any_number_of_ranks(sizes, training) -> None:
     resumed = run(sizes[1], train, saved, range(half, training.steps))
     want = bits(in_one_process(training, 1))
     assert [bits(params) for params, _ in resumed] == [want] * sizes[1]
-
-
-@FEW
-@given(
-    size=SIZES,
-    training=TRAININGS,
-    present=st.lists(st.lists(st.booleans(), min_size=5, max_size=5), min_size=4, max_size=4),
-)
-def test_torch_reduces_every_gradient_in_backward(size, training, present) -> None:
-    """Ranks use other parameters, in another order; the gradients of others count as zeros."""
-    torch = pytest.importorskip("torch")
-    uses = [
-        [n for n in np.random.default_rng(rank).permutation(len(training.shapes)) if has[n]]
-        for rank, has in enumerate(present)
-    ]
-
-    def loss(params: Any, rank: int, step: int) -> Any:
-        gradients = training.gradients(rank, step)
-        terms = [(params[n] * torch.from_numpy(gradients[n])).sum().double() for n in uses[rank]]
-        return sum(terms, torch.zeros((), dtype=torch.double))
-
-    def train(comm: ac.Communicator) -> Any:
-        params = [torch.nn.Parameter(torch.from_numpy(x)) for x in training.arrays(0)]
-        optimizer = torch.optim.SGD(params, lr=0.5, momentum=0.5)
-        options = {**training.options, "accumulate": 1}
-        ac.DistributedOptimizer(optimizer, comm=comm, **options)
-        seen = []
-        for step in range(training.steps):
-            total = loss(params, comm.rank, step)
-            if uses[comm.rank]:
-                total.backward()
-            # A rank that has no gradients takes part in the others' backward passes in its step.
-            seen.append(bits_of_torch(params) if uses[comm.rank] else [])
-            optimizer.step()
-            seen.append(bits_of_torch(params))
-            optimizer.zero_grad()
-        return seen
-
-    params = [torch.nn.Parameter(torch.from_numpy(x)) for x in training.arrays(0)]
-    optimizer, want = torch.optim.SGD(params, lr=0.5, momentum=0.5), []
-    for step in range(training.steps):
-        for number, param in enumerate(params):
-            if any(number in uses[rank] for rank in range(size)):
-                rows = [
-                    gradient if number in uses[rank] else np.zeros_like(gradient)
-                    for rank in range(size)
-                    for gradient in [training.gradients(rank, step)[number]]
-                ]
-                param.grad = torch.from_numpy(expected(rows, training.op))
-        want.append(bits_of_torch(params))
-        optimizer.step()
-        want.append(bits_of_torch(params))
-        optimizer.zero_grad()
-    for seen in run(size, train):
-        assert [found or wanted for found, wanted in zip(seen, want, strict=True)] == want
 
 
 def linear(name: str, size: int, root: int) -> Any:
@@ -352,11 +317,31 @@ def test_feedback_loses_nothing_for_good(rows, dtype) -> None:
     assert (np.abs(kept) <= 4).all()
 
 
+@given(
+    places=st.lists(st.lists(st.sampled_from((1, 1, 1, 2)), min_size=4, max_size=4), max_size=4),
+    size=st.integers(2, 4),
+)
+def test_calls_of_programs_meet_at_one_place(places, size) -> None:
+    def train(comm: ac.Communicator) -> None:
+        calls, x = calls_of(comm), np.full(1, comm.rank)
+        for row in places:
+            with calls.at(row[comm.rank]):
+                if len(set(row[:size])) > 1:
+                    with pytest.raises(ac.MismatchError, match="call 2 of a program"):
+                        calls.allreduce(x, "sum", None)
+                    return
+                assert calls.allreduce(x, "sum", None) == size * (size - 1) // 2
+
+    run(size, train)
+
+
 @given(sizes=st.lists(st.integers(1, 9), max_size=9), ranks=st.integers(1, 4))
 def test_shards_are_even(sizes, ranks) -> None:
-    loads = [0] * ranks
-    for size, owner in zip(sizes, divide(sizes, ranks), strict=True):
+    loads, owners = [0] * ranks, divide(sizes, ranks)
+    for size, owner in zip(sizes, owners, strict=True):
         loads[owner] += size
+    later = divide([*sizes, 100], ranks, dict(enumerate(owners)))
+    assert later == [*owners, loads.index(min(loads))]
     assert max(loads) - min(loads) <= max(sizes, default=0)
 
 

@@ -94,23 +94,6 @@ def test_a_gradient_missing_in_some_steps_counts_as_zeros_there(
 
 
 @each_rank_of(2)
-def test_torch_state_and_gradients_stay_in_a_step_that_is_none(
-    comm: ac.Communicator, torch: Any
-) -> None:
-    weight = torch.nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.AdamW([weight], lr=0.1, weight_decay=0.5)
-    ac.DistributedOptimizer(optimizer, comm=comm, accumulate=2)
-    weight.grad = torch.full((2,), 3.0)
-    optimizer.step()
-    assert weight.tolist() == [1.0, 1.0]
-    assert weight.grad.tolist() == [3.0, 3.0]
-    assert not optimizer.state
-    optimizer.step()
-    assert optimizer.state[weight]["step"] == 1
-    assert (weight < 1).all()
-
-
-@each_rank_of(2)
 def test_a_closure_cannot_be_accumulated(comm: ac.Communicator, torch: Any) -> None:
     weight = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([weight], lr=0.1)

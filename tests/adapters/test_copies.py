@@ -28,25 +28,6 @@ class Plain:
         return params - grads
 
 
-def torch_step(comm: ac.Communicator, copier: Copier, **options: Any) -> Callable[[float], float]:
-    torch = pytest.importorskip("torch")
-    model = torch.nn.Linear(1, 1, bias=False)
-    torch.nn.init.zeros_(model.weight)
-    optimizer = torch.optim.SGD(model.parameters(), 1.0, momentum=0.0)
-    optimizer = ac.DistributedOptimizer(optimizer, comm=comm, **options)
-    if copier is copy.deepcopy:
-        model, optimizer = copier((model, optimizer))
-    else:
-        optimizer = copier(optimizer)
-
-    def step(gradient: float) -> float:
-        model.weight.grad = torch.full((1, 1), gradient)
-        optimizer.step()
-        return model.weight.item()
-
-    return step
-
-
 def optax_step(comm: ac.Communicator, copier: Copier, **options: Any) -> Callable[[float], float]:
     optax = pytest.importorskip("optax")
     optimizer = copier(ac.DistributedOptimizer(optax.sgd(1.0), comm=comm, **options))
@@ -76,7 +57,7 @@ def plain_step(comm: ac.Communicator, copier: Copier, **options: Any) -> Callabl
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("how", COPIERS)
-@pytest.mark.parametrize("stepping", [torch_step, optax_step, plain_step])
+@pytest.mark.parametrize("stepping", [optax_step, plain_step])
 @each_rank_of(3)
 def test_a_copy_reduces_its_gradients(
     comm: ac.Communicator, stepping: Any, how: str, accumulate: int

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import copy
-import itertools
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import arraycomm as ac
 from arraycomm.testing import run
@@ -24,164 +19,63 @@ slots = pytest.importorskip("arraycomm.adapters.torch._slots")
 
 from arraycomm.adapters.torch import _hooks as _torch_hooks  # noqa: E402
 from arraycomm.adapters.torch import no_sync  # noqa: E402
+from properties.test_torch_laws import Broken  # noqa: E402
 
 STEPS, SAMPLES, INPUTS = 4, 6, 5
-# Sums of a few hundred products, over a few steps, in another order: a few hundred roundings.
 SLACK = 1000 * np.finfo(np.float64).eps
 
 
-class Model(torch.nn.Module):  # type: ignore[misc, name-defined]
-    """With a parameter that no rank uses, one that some use, and one used twice."""
+# Loops, beside what the laws draw: each trains on batches with an optimizer, as in one process
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = torch.nn.Linear(INPUTS, 4).double()
-        self.nowhere = torch.nn.Parameter(torch.ones(3, dtype=torch.float64))
-        self.tied = torch.nn.Linear(4, 4).double()
-        self.sometimes = torch.nn.Parameter(torch.ones(4, dtype=torch.float64))
-        self.last = torch.nn.Linear(4, 1).double()
-        # Not by torch's generator, which the threads share.
-        random = np.random.default_rng(0)
-        with torch.no_grad():
-            for parameter in self.parameters():
-                parameter.copy_(torch.from_numpy(random.normal(size=tuple(parameter.shape))))
-
-    def forward(self, x: Any, selected: Any) -> Any:
-        hidden = torch.tanh(self.tied(torch.tanh(self.tied(self.first(x)))))
-        if selected.any():
-            hidden = hidden + selected[:, None] * self.sometimes
-        return self.last(hidden)[:, 0]
+Batch = tuple[Any, Any]
+Loop = Callable[[Any, Any, Iterator[Batch]], None]
 
 
-class Batch(NamedTuple):
-    x: Any
-    y: Any
-    selected: Any
-
-    def loss(self, model: Any) -> Any:
-        return ((model(self.x, self.selected) - self.y) ** 2).mean()
-
-    def halves(self) -> list[Batch]:
-        middle = len(self.x) // 2
-        return [
-            Batch(*(part[cut] for part in self)) for cut in (slice(middle), slice(middle, None))
-        ]
+def made() -> Any:
+    layers = [torch.nn.Linear(INPUTS, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1)]
+    model = torch.nn.Sequential(*layers).double()
+    # Not by torch's generator, which the threads share.
+    random = np.random.default_rng(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.from_numpy(random.normal(size=tuple(parameter.shape))))
+    return model
 
 
 def batch(rank: int, step: int, *, infinite: bool = False) -> Batch:
     random = np.random.default_rng((rank, step))
     x = torch.from_numpy(random.normal(size=(SAMPLES, INPUTS)))
-    y = torch.from_numpy(random.normal(size=SAMPLES) * (1 + rank))
+    y = torch.from_numpy(random.normal(size=(SAMPLES, 1)) * (1 + rank))
     if infinite and rank == 1 and step == 1:
         y[0] = torch.inf
-    return Batch(x, y, torch.full((SAMPLES,), float(rank == 1), dtype=torch.float64))
+    return x, y
 
 
 def joined(batches: list[Batch]) -> Batch:
-    """All ranks' batch: first halves first, so that its halves are those of the ranks."""
-    halves = zip(*(each.halves() for each in batches), strict=True)
-    return Batch(
-        *(torch.cat(parts) for parts in zip(*(h for half in halves for h in half), strict=True))
-    )
+    x, y = map(torch.cat, zip(*batches, strict=True))
+    return x, y
 
 
-# Loops: each trains on batches with an optimizer, as in one process
-
-Loop = Callable[[Any, Any, Iterator[Batch]], None]
-
-
-def take(model: Any, optimizer: Any, each: Batch, norm: float | None = None) -> None:
+def take(model: Any, optimizer: Any, each: Batch) -> None:
     optimizer.zero_grad()
-    each.loss(model).backward()
-    if norm is not None:
-        assert torch.nn.utils.clip_grad_norm_(model.parameters(), norm) > norm
+    torch.nn.functional.mse_loss(model(each[0]), each[1]).backward()
     optimizer.step()
-
-
-def plain(model: Any, optimizer: Any, batches: Iterator[Batch]) -> None:
-    for each in batches:
-        take(model, optimizer, each)
-
-
-def clipping(model: Any, optimizer: Any, batches: Iterator[Batch]) -> None:
-    for each in batches:
-        take(model, optimizer, each, norm=0.25)
 
 
 def scaling(model: Any, optimizer: Any, batches: Iterator[Batch]) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
-    for each in batches:
+    for x, y in batches:
         optimizer.zero_grad()
-        scaler.scale(each.loss(model)).backward()
+        scaler.scale(torch.nn.functional.mse_loss(model(x), y)).backward()
         scaler.unscale_(optimizer)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.25)
         scaler.step(optimizer)
         scaler.update()
 
 
-def in_parts(model: Any, optimizer: Any, batches: Iterator[Batch]) -> None:
-    """One backward pass for each half of the batch, of which only the second reduces."""
-    for each in batches:
-        optimizer.zero_grad()
-        first, second = each.halves()
-        with no_sync(optimizer) if hasattr(optimizer, "_is_distributed") else torch.enable_grad():
-            (first.loss(model) / 2).backward()
-        (second.loss(model) / 2).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.25)
-        optimizer.step()
-
-
-def checkpointed(reentrant: bool) -> Loop:
-    def loop(model: Any, optimizer: Any, batches: Iterator[Batch]) -> None:
-        for each in batches:
-            optimizer.zero_grad()
-            x = each.x.clone().requires_grad_()
-            for half in Batch(x, each.y, each.selected), each:
-                # Each parameter is used inside the checkpoint and outside.
-                y = torch.utils.checkpoint.checkpoint(
-                    model, x, half.selected, use_reentrant=reentrant
-                )
-                loss = (((y + model(x, half.selected)) / 2 - each.y) ** 2).mean() / 2
-                loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.25)
-            optimizer.step()
-
-    return loop
-
-
-def checkpointed_later(model: Any, optimizer: Any, batches: Iterator[Batch]) -> None:
-    """Buckets are known already, and under way before the checkpoint runs, on some ranks too early."""
-    plain(model, optimizer, itertools.islice(batches, 1))
-    checkpointed(True)(model, optimizer, batches)
-
-
-def unfreezing(model: Any, optimizer: Any, batches: Iterator[Batch]) -> None:
-    """Half of the parameters are trained only from the second step on."""
-    for number, each in enumerate(batches):
-        model.first.requires_grad_(number > 0)
-        take(model, optimizer, each, norm=0.25)
-
-
-def growing(model: Any, optimizer: Any, batches: Iterator[Batch]) -> None:
-    """A parameter comes to the optimizer later."""
-    extra = torch.nn.Parameter(torch.ones(1, dtype=torch.float64))
-    for number, each in enumerate(batches):
-        if number == 2:
-            optimizer.add_param_group({"params": [extra]})
-        optimizer.zero_grad()
-        (extra * each.loss(model)).sum().backward()
-        if number >= 2:
-            torch.nn.utils.clip_grad_norm_([extra], 0.25)
-        else:
-            extra.grad = None
-        optimizer.step()
-    with torch.no_grad():
-        model.nowhere.copy_(extra.expand(3))
-
-
 def by_two(model: Any, optimizer: Any, batches: Iterator[Batch]) -> None:
     """A second optimizer, over some of the parameters, takes every step too."""
-    second = torch.optim.SGD(model.first.parameters(), lr=0.05)
+    second = torch.optim.SGD(model[0].parameters(), lr=0.05)
     if hasattr(optimizer, "_is_distributed"):
         ac.DistributedOptimizer(second, comm=optimizer._is_distributed)
     for each in batches:
@@ -189,183 +83,52 @@ def by_two(model: Any, optimizer: Any, batches: Iterator[Batch]) -> None:
         second.step()
 
 
-# Beside what drawn loops below consist of.
-LOOPS: list[Loop] = [
-    *(scaling, checkpointed_later, checkpointed(False), checkpointed(True)),
-    *(unfreezing, growing, by_two),
-]
-
-OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
-    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+def adamw(model: Any, comm: ac.Communicator | None = None) -> Any:
     # With an epsilon so large that the size of the gradients matters, not their sign alone.
-    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, eps=0.1, weight_decay=0.1),
-}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, eps=0.1, weight_decay=0.1)
+    if comm is not None:
+        # Small buckets are reduced one by one while the backward pass goes on.
+        ac.DistributedOptimizer(optimizer, comm=comm, bucket_bytes=100, shard=comm.size == 3)
+        optimizer._is_distributed = comm
+    return optimizer
 
 
 def values(model: Any) -> list[Any]:
     return [parameter.detach().numpy() for parameter in model.parameters()]
 
 
-def train(comm: ac.Communicator, loop: Loop, name: str, copied: bool, **options: Any) -> Any:
-    """Train on this rank's batches; return the parameters, and their bytes after each step."""
-    model, seen = Model(), []
-    optimizer = OPTIMIZERS[name](model.parameters())
-    optimizer.register_step_post_hook(lambda *_: seen.append([v.tobytes() for v in values(model)]))
-    ac.DistributedOptimizer(optimizer, comm=comm, **options)
-    optimizer._is_distributed = comm
-    if copied:
-        model, optimizer = copy.deepcopy((model, optimizer))
-    loop(model, optimizer, (batch(comm.rank, s, infinite=loop is scaling) for s in range(STEPS)))
-    return values(model), seen
-
-
-def expected(size: int, loop: Loop, name: str) -> list[Any]:
-    model = Model()
-    batches = (
-        joined([batch(rank, step, infinite=loop is scaling and size > 1) for rank in range(size)])
-        for step in range(STEPS)
-    )
-    loop(model, OPTIMIZERS[name](model.parameters()), batches)
+def train(comm: ac.Communicator, loop: Loop, count: int = STEPS) -> list[Any]:
+    """Train on this rank's batches, inside `join` if there are not as many on every rank."""
+    model = made()
+    optimizer, infinite = adamw(model, comm), loop is scaling
+    with nullcontext() if count == STEPS else ac.join(comm):
+        loop(model, optimizer, (batch(comm.rank, s, infinite=infinite) for s in range(count)))
+    # All ranks are in the same step.
+    take(model, optimizer, batch(comm.rank, STEPS))
     return values(model)
 
 
-def assert_near(results: list[list[Any]], want: list[Any]) -> None:
+def assert_near(results: list[list[Any]], loop: Loop, counts: Sequence[int]) -> None:
     """All ranks have the same bits, which are those of one process but for rounding."""
+    model, infinite = made(), loop is scaling and len(counts) > 1
+    steps = (
+        joined([batch(r, s, infinite=infinite) for r, n in enumerate(counts) if s < n])
+        for s in range(max(counts))
+    )
+    optimizer = adamw(model)
+    loop(model, optimizer, steps)
+    take(model, optimizer, joined([batch(rank, STEPS) for rank in range(len(counts))]))
     for parameters in results:
-        for got, first, one in zip(parameters, results[0], want, strict=True):
+        for got, first, one in zip(parameters, results[0], values(model), strict=True):
             assert got.tobytes() == first.tobytes()
             np.testing.assert_allclose(got, one, rtol=SLACK, atol=SLACK)
 
 
-def check(size: int, loop: Loop, name: str, *, copied: bool = False, **options: Any) -> None:
-    results = run(size, lambda comm: train(comm, loop, name, copied, **options))
-    assert all(seen == results[0][1] for _, seen in results)
-    assert_near([parameters for parameters, _ in results], expected(size, loop, name))
-
-
-@pytest.mark.parametrize("number", range(len(LOOPS)))
-def test_ranks_train_as_one_process_on_the_whole_batch(number: int) -> None:
-    size, name = (3, 2)[number % 2], ("momentum", "adamw", "sgd")[number % 3]
-    # Small buckets are reduced one by one while the backward pass goes on.
-    check(size, LOOPS[number], name, bucket_bytes=(1, 200, 1 << 20)[number % 3])
-
-
-def test_a_copy_of_model_and_optimizer_trains_as_one_process() -> None:
-    check(2, clipping, "momentum", copied=True)
-
-
-@pytest.mark.parametrize("loop", [scaling, checkpointed(True), in_parts])
-def test_inside_join_ranks_without_data_take_the_steps_of_the_others(loop: Loop) -> None:
-    counts, infinite = (4, 2, 3), loop is scaling
-
-    def mine(rank: int) -> Iterator[Batch]:
-        return (batch(rank, step, infinite=infinite) for step in range(counts[rank]))
-
-    def train(comm: ac.Communicator) -> list[Any]:
-        model = Model()
-        optimizer = OPTIMIZERS["adamw"](model.parameters())
-        ac.DistributedOptimizer(optimizer, comm=comm)
-        optimizer._is_distributed = comm
-        with ac.join(comm):
-            loop(model, optimizer, mine(comm.rank))
-        # All ranks are in the same step.
-        plain(model, optimizer, iter([batch(comm.rank, STEPS)]))
-        return values(model)
-
-    model = Model()
-    optimizer = OPTIMIZERS["adamw"](model.parameters())
-    steps = itertools.zip_longest(*map(mine, range(3)))
-    loop(model, optimizer, (joined([each for each in step if each]) for step in steps))
-    plain(model, optimizer, iter([joined([batch(rank, STEPS) for rank in range(3)])]))
-    assert_near(run(3, train), values(model))
-
-
-# Loops that are drawn
-
-PARTS = ["all", "first", "second", "local", "derived"]
-CHANGES = ["nothing", "clip", "replace", "scale"]
-ENDS = ["step", "skip"]
-ZEROS = ["none", "in place", "not at all"]
-
-
-@st.composite
-def steps(draw: Any) -> list[tuple[list[str], str, str, str, int]]:
-    """Return a program: what each step does, and which rank has no data in it (-1 for none)."""
-    program: list[Any] = []
-    for _ in range(draw(st.integers(1, 4))):
-        parts = draw(st.lists(st.sampled_from(PARTS), max_size=3))
-        end = draw(st.sampled_from(ENDS))
-        changes, zeros = draw(st.sampled_from(CHANGES)), draw(st.sampled_from(ZEROS))
-        # Who has no data takes the step, since it cannot know that the others skip it.
-        idle = draw(st.integers(-1, 1)) if end == "step" else -1
-        if program and program[-1][3] == "not at all":
-            # It still has gradients. Others in their place would be this rank's own, set by hand.
-            idle, changes = -1, "clip" if changes == "replace" else changes
-        program.append((parts, changes, end, zeros, idle))
-    return program
-
-
-def run_program(program: Any, ranks: list[int], comm: ac.Communicator | None) -> list[Any]:
-    """Run a program with the losses of these ranks; return parameters and gradients after each step."""
-    random, seen = np.random.default_rng(0), []
-    first, second = (torch.nn.Parameter(torch.from_numpy(random.normal(size=4))) for _ in range(2))
-    optimizer = torch.optim.SGD([first, second], lr=0.1, momentum=0.9)
-    if comm is not None:
-        ac.DistributedOptimizer(optimizer, comm=comm, op="sum", bucket_bytes=1)
-
-    def loss(part: str, number: int, idle: int) -> Any:
-        total = torch.zeros((), dtype=torch.float64)
-        for rank in ranks:
-            if rank != idle:
-                factor = torch.from_numpy(np.random.default_rng((rank, number)).normal(size=4))
-                total = total + (torch.tanh(first) * factor * (part != "second")).sum()
-                total = total + (torch.tanh(second) * factor * (part != "first")).sum()
-        return total
-
-    for number, (parts, changes, end, zeros, idle) in enumerate(program):
-        if ranks != [idle]:
-            for part in parts:
-                local = part == "local" and comm is not None
-                with no_sync(optimizer) if local else nullcontext():
-                    value = loss(part, number, idle)
-                    if part == "derived":
-                        torch.autograd.grad(value, [first, second])
-                    else:
-                        value.backward()
-            if "local" in parts:
-                # What follows sees all of it.
-                loss("all", number, idle).backward()
-            change(changes, [p for p in (first, second) if p.grad is not None])
-        if end == "step":
-            optimizer.step()
-            seen.append([p.detach().clone() for p in (first, second)])
-        if zeros != "not at all":
-            optimizer.zero_grad(set_to_none=zeros == "none")
-    return seen
-
-
-def change(how: str, parameters: list[Any]) -> None:
-    if how == "clip":
-        torch.nn.utils.clip_grad_norm_(parameters, 0.5)
-    for parameter in parameters:
-        if how == "replace":
-            parameter.grad = parameter.grad / 2
-        elif how == "scale":
-            parameter.grad.mul_(0.5)
-
-
-@settings(max_examples=int(os.environ.get("EXAMPLES") or 15), deadline=None)
-@given(steps(), st.integers(2, 3))
-def test_drawn_loops_give_what_one_process_gives(program: Any, size: int) -> None:
-    want = run_program(program, list(range(size)), None)
-    results = run(size, lambda comm: run_program(program, [comm.rank], comm))
-    for seen in results:
-        assert len(seen) == len(want)
-        for got, first, expected in zip(seen, results[0], want, strict=True):
-            for mine, theirs, one in zip(got, first, expected, strict=True):
-                assert torch.equal(mine, theirs)
-                torch.testing.assert_close(mine, one, rtol=SLACK, atol=SLACK)
+@pytest.mark.parametrize(
+    ("loop", "counts"), [(scaling, (4, 4, 4)), (by_two, (4, 4)), (scaling, (3, 1, 2))]
+)
+def test_ranks_train_as_one_process_on_the_whole_batch(loop: Loop, counts: Sequence[int]) -> None:
+    assert_near(run(len(counts), lambda comm: train(comm, loop, counts[comm.rank])), loop, counts)
 
 
 # What each rank passes, gets, and is told
@@ -402,44 +165,9 @@ def test_gradients_are_reduced_when_backward_returns(comm: ac.Communicator) -> N
 
 
 @each_rank_of(3)
-def test_ranks_may_accumulate_as_often_as_they_like_in_no_sync(comm: ac.Communicator) -> None:
-    weight, optimizer = weight_and_optimizer(comm)
-    weight.sum().backward()
-    with no_sync(optimizer):
-        for _ in range(comm.rank):
-            (weight * 10).sum().backward()
-            assert weight.grad[0] == 10.0 * (_ + 1)
-    # Without a backward pass outside, the step reduces them.
-    if comm.rank == 0:
-        assert weight.grad.tolist() == [3.0, 3.0]
-    optimizer.step()
-    assert weight.grad.tolist() == [33.0, 33.0]
-    with no_sync(optimizer):
-        weight.sum().backward()
-    optimizer.zero_grad()
-    weight.sum().backward()
-    optimizer.step()
-    assert weight.tolist() == [-36.0, -36.0]
-
-
-class Broken(torch.autograd.Function):  # type: ignore[misc, name-defined]
-    """Raises in its backward pass."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Any) -> Any:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Any) -> Any:
-        raise KeyError("broken")
-
-
-@pytest.mark.parametrize(("zero", "count"), [(True, 300), (False, 150_000)])
-@each_rank_of(3)
-def test_after_an_exception_in_backward_training_goes_on(
-    comm: ac.Communicator, zero: bool, count: int
-) -> None:
-    weights = [torch.nn.Parameter(torch.ones(count)) for _ in range(3)]
+def test_after_an_exception_in_backward_training_goes_on(comm: ac.Communicator) -> None:
+    """Also from the gradients that are there: laws zero them."""
+    weights = [torch.nn.Parameter(torch.ones(150_000)) for _ in range(3)]
     first, middle, last = weights
     optimizer = torch.optim.SGD(weights, lr=1.0)
     ac.DistributedOptimizer(optimizer, comm=comm, op="sum", bucket_bytes=100)
@@ -459,16 +187,9 @@ def test_after_an_exception_in_backward_training_goes_on(
             # That of `last` was under way. Nothing is written to it any more.
             assert last.grad.unique().tolist() == [6.0]
             assert middle.grad.unique().tolist() == [comm.rank + 1]
-            if zero:
-                last.grad.data.zero_()
-                middle.grad.data.zero_()
         loss(torch.clone).backward()
         optimizer.step()
-    assert (
-        [weight[0].item() for weight in weights] == [-5.0, -5.0, -5.0]
-        if zero
-        else [-5.0, -11.0, -11.0]
-    )
+    assert [weight[0].item() for weight in weights] == [-5.0, -11.0, -11.0]
 
 
 @each_rank_of(3)
@@ -534,13 +255,6 @@ def skipping(comm: ac.Communicator, *skipped: int, **options: Any) -> None:
             optimizer.step()
 
 
-def different_numbers_of_backward_passes(comm: ac.Communicator) -> None:
-    weight, optimizer = weight_and_optimizer(comm)
-    for _ in range(1 + comm.rank):
-        weight.sum().backward()
-    optimizer.step()
-
-
 def different_numbers_of_evaluations(comm: ac.Communicator) -> None:
     class Evaluating(torch.optim.SGD):  # type: ignore[misc, name-defined]
         def step(self, closure: Any = None) -> Any:
@@ -567,11 +281,6 @@ def different_numbers_of_evaluations(comm: ac.Communicator) -> None:
         (2, lambda comm: skipping(comm, 0, 0, accumulate=2), r"rank 0: step 3.*rank 1: step 2"),
         (
             2,
-            different_numbers_of_backward_passes,
-            r"rank 0: step 1, in step\(\) after 1.*rank 1: step 1, in its backward\(\) 2",
-        ),
-        (
-            2,
             different_numbers_of_evaluations,
             r"rank 0: evaluation 1 of the closure in step 2.*rank 1: evaluation 2 .* step 1",
         ),
@@ -581,22 +290,6 @@ def different_numbers_of_evaluations(comm: ac.Communicator) -> None:
 def test_ranks_in_different_steps_raise_on_all(comm: ac.Communicator, train, match: str) -> None:
     with pytest.raises(ac.MismatchError, match=match):
         train(comm)
-
-
-@pytest.mark.parametrize("how", ["other", "added to", "in place"])
-@each_rank_of(2)
-def test_gradients_that_are_changed_must_be_the_same_on_all_ranks(
-    comm: ac.Communicator, how: str
-) -> None:
-    weight, optimizer = weight_and_optimizer(comm)
-    weight.sum().backward()
-    if comm.rank:
-        weight.grad = weight.grad.mul_(2) if how == "in place" else weight.grad * 2
-    said = r"parameter 0, of shape \(2,\), on rank 1 is not that on rank 0"
-    if how == "added to":
-        weight.sum().backward()
-    with pytest.raises(ac.MismatchError, match=said):
-        optimizer.step()
 
 
 def test_gradients_that_cannot_be_reduced_are_refused_by_name(
@@ -644,26 +337,6 @@ def test_a_step_inside_backward_is_refused_on_all_ranks(comm: ac.Communicator) -
     kind: Any = RuntimeError if comm.rank else ac.PeerError
     with pytest.raises(kind, match=r"step\(\) was called inside backward\(\)"):
         weight.sum().backward()
-
-
-def clamp(weight: Any) -> None:
-    weight.grad.clamp_(0, 1)
-
-
-@pytest.mark.parametrize("buckets", [1, 3])
-@each_rank_of(2)
-def test_a_hook_that_changes_a_gradient_inside_backward_is_refused(
-    comm: ac.Communicator, buckets: int
-) -> None:
-    weights = [torch.nn.Parameter(torch.ones(300)) for _ in range(3)]
-    optimizer = torch.optim.SGD(weights, lr=1.0)
-    ac.DistributedOptimizer(optimizer, comm=comm, bucket_bytes=1000 if buckets > 1 else 1 << 20)
-    for step in range(2):
-        optimizer.zero_grad()
-        if step:
-            weights[2].register_post_accumulate_grad_hook(clamp)
-        with pytest.raises(RuntimeError, match="was changed inside") if step else nullcontext():
-            (weights[0] * weights[1] * weights[2]).sum().backward()
 
 
 @pytest.mark.parametrize("how", ["clip", "scale"])
@@ -780,10 +453,9 @@ def test_reductions_start_in_backward_if_a_core_is_free(
 class TestProcesses:
     """On as many ranks as there are processes; `test_processes` runs them on more."""
 
-    @pytest.mark.parametrize("loop", [clipping, scaling, in_parts, checkpointed(True)])
-    def test_loops(self, world: ac.Communicator, loop: Loop) -> None:
-        parameters, _ = train(world, loop, "momentum", copied=False, bucket_bytes=200)
-        assert_near(world.allgather_object(parameters), expected(world.size, loop, "momentum"))
+    def test_a_loop(self, world: ac.Communicator) -> None:
+        results = world.allgather_object(train(world, scaling))
+        assert_near(results, scaling, [STEPS] * world.size)
 
     @pytest.mark.parametrize("free", [1, 1000])
     def test_large_buckets_are_under_way_together(

@@ -20,7 +20,7 @@ _JAX: Final = "tests/adapters/test_jax_collectives.py"
 _RESUMED: Final = ("epoch_resumed_anywhere_by_any_number_of_ranks",)
 _OPTIMIZERS: Final = ("ranks_update_as_one_process_does",)
 _STATES: Final = ("a_state_is_resumed_by_any_number_of_ranks",)
-_TORCH: Final = ("torch_reduces_every_gradient_in_backward",)
+_TORCH: Final = ("drawn_loops_give_what_one_process_gives",)
 _TRANSPOSES: Final = ("gradients_of_collectives_are_their_transposes",)
 _BATCH_NORM: Final = ("batch_norm_of_ranks_is_that_of_the_whole_batch",)
 
@@ -216,6 +216,27 @@ OPTIMIZERS: Final = (
 )
 
 TORCH: Final = (
+    Fault(
+        "failed gradients of a join: those of a reduction that failed are reduced with the next",
+        f"{_ADAPTERS}/torch/_join.py",
+        "        finally:\n            parameters.forget_sent()",
+        "        finally:\n            pass",
+        ("inside_join_ranks_take_the_steps_of_the_others",),
+    ),
+    Fault(
+        "changed under way: a gradient may be written to while it is reduced",
+        f"{_ADAPTERS}/torch/_parameters.py",
+        "                    self.gradients.fail(_changed_inside(number))",
+        "                    pass",
+        ("what_one_rank_does_alone_is_an_error_on_all",),
+    ),
+    Fault(
+        "calls anywhere in a program: ranks do not compare at which place of a program a call is",
+        "arraycomm/_training/programs.py",
+        "        runner_of(self.comm).set_guard(self._guard)\n",
+        "",
+        ("calls_of_programs_meet_at_one_place",),
+    ),
     Fault(
         "order of buckets: each rank divides its parameters in the order of its own gradients",
         f"{_ADAPTERS}/torch/_buckets.py",

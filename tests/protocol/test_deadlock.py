@@ -144,8 +144,10 @@ def _a_communicator_has_a_short_timeout(comm: Communicator, other: Communicator)
 
 @pytest.mark.parametrize(
     "wait",
-    [_another_thread_calls, _a_request_goes_on, _a_receive_is_not_waited_for]
-    + [_a_wait_ends_by_itself, _a_communicator_has_a_short_timeout],
+    [
+        *(_another_thread_calls, _a_request_goes_on, _a_receive_is_not_waited_for),
+        *(_a_wait_ends_by_itself, _a_communicator_has_a_short_timeout),
+    ],
 )
 @each_rank_of(3)
 def test_ranks_that_can_go_on_do_so(comm: Communicator, wait: Callable[..., None]) -> None:

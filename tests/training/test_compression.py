@@ -548,20 +548,8 @@ def saved_and_loaded(step: Any, framework: str, comm: ac.Communicator, compressi
 
 def copied(step: Any, framework: str, comm: ac.Communicator, _: Any) -> Any:
     """Copy an optimizer, and take a step of the copy before the original's."""
-    if framework == "torch":
-        parameters, optimizer = copy.deepcopy((step.parameters, step.optimizer))
-    else:
-        parameters, optimizer = None, copy.deepcopy(step.optimizer)
-
-    def again(given: Sequence[Any]) -> list[Any]:
-        if framework != "torch":
-            return list(optimizer.update([None] * len(given), list(given)))
-        torch = pytest.importorskip("torch")
-        optimizer.zero_grad()
-        sum((p * torch.tensor(g)).sum() for p, g in zip(parameters, given, strict=True)).backward()
-        return [p.grad.numpy().copy() for p in parameters]
-
-    again([100 * g for g in gradients(comm.rank, 9)])
+    given = [100 * g for g in gradients(comm.rank, 9)]
+    copy.deepcopy(step.optimizer).update([None] * len(given), given)
     return step
 
 
@@ -572,7 +560,7 @@ def copied(step: Any, framework: str, comm: ac.Communicator, _: Any) -> Any:
             (framework, change, compression)
             for framework, change in (
                 *(("numpy", saved_and_loaded), ("torch", saved_and_loaded)),
-                *(("jax", saved_and_loaded), ("numpy", copied), ("torch", copied)),
+                *(("jax", saved_and_loaded), ("numpy", copied)),
             )
             for compression in (ac.ErrorFeedback("bfloat16"), Sending())
         ),
