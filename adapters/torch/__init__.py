@@ -339,8 +339,9 @@ def _reduced(itself: Any, gradients: Any, protocol: Any) -> tuple[Any, ...]:
     optimizer = itself()
     kind: Any = type(optimizer)
     reduced: tuple[Any, ...] = kind.__reduce_ex__(optimizer, protocol)
-    sharding = _distributed[optimizer].sharding
-    owners = () if sharding is None else sharding.owners
+    steps = _distributed[optimizer]
+    steps.reducer.note_skipped()
+    owners = () if steps.sharding is None else steps.sharding.owners
     return _copied, (gradients, owners, *reduced[:3])
 
 

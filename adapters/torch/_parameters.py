@@ -30,6 +30,7 @@ class Parameters:
         if list(map(id, tensors)) == list(map(id, self.tensors)):
             self._report_to(reducer, only_free=True)
             return False
+        self.note_skipped()
         self._renumber_states(tensors)
         self.tensors, self.slots, self.touched = tensors, list(map(slot_of, tensors)), []
         self._report_to(reducer)
@@ -63,8 +64,7 @@ class Parameters:
     def means(self, numbers: Iterable[int]) -> dict[int, Any]:
         """Return what this rank adds to the reduction of these parameters' gradients."""
         unreduced = {number: self._unreduced(number) for number in numbers}
-        means = self.gradients.mean_of(unreduced)
-        sent: dict[int, Any] = self.gradients.compressor.fed_back(means)
+        sent: dict[int, Any] = self.gradients.compressor.fed_back(self.gradients.mean_of(unreduced))
         return sent
 
     def zeros(self, number: int) -> torch.Tensor:

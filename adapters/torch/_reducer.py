@@ -21,9 +21,9 @@ class Reducer:
         self._parameters, self._buckets = Parameters(gradients), Buckets(gradients)
         self._rounds = BucketRounds(self._parameters, self._buckets)
         self._joined = JoinedSteps(self._parameters)
-        self.in_backward = BackwardReducer(
-            self._parameters, self._buckets, self._rounds, self._joined
-        )
+        self.note_skipped = self._parameters.note_skipped
+        parts = self._parameters, self._buckets, self._rounds, self._joined
+        self.in_backward = BackwardReducer(*parts)
 
     @property
     def parameters(self) -> list[Any]:
@@ -103,6 +103,7 @@ class Reducer:
         if gradients.joined:
             self._joined.step()
             return
+        self.note_skipped()
         self._rounds.run_with_others()
         self._parameters.forget_reduced()
         gradients.rounds.next_evaluation()

@@ -111,15 +111,13 @@ def _outline(spec: optree.PyTreeSpec, name: str) -> _Outline:
 
 
 def _walk(spec: optree.PyTreeSpec, path: str, paths: list[str], lines: list[str]) -> None:
-    """Note the paths of leaves, and the containers; raise for keys that optree does not sort.
-
-    What raises is not kept. It would be taken for equal keys, which optree may sort.
-    """
+    """Note the paths of leaves, and the containers; raise for keys that optree does not sort."""
     if spec.is_leaf():
         paths.append(path)
         return
     lines.append(_container(path, spec.type))
     if spec.type in (dict, defaultdict) and not are_plain(spec.entries()):
+        # So that nothing is kept, which would be taken for equal keys that optree sorts.
         raise _OtherKeysError
     for child_path, child in zip(_child_paths(spec, path), spec.children(), strict=True):
         _walk(child, child_path, paths, lines)
