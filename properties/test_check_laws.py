@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 import arraycomm as ac
 from arraycomm import _launch
+from arraycomm._training.comparison.digests import block_sums, digest_of, sums_by_torch
 from arraycomm.testing import run
 from arraycomm.testing import strategies as ranked
 from arraycomm.testing._arrays.frameworks import elements_of
@@ -24,14 +26,14 @@ KNOWN = ("numpy", "torch", "jax", "array_api_strict", "mlx")
 VALUES = st.lists(st.sampled_from((0.0, -0.0, 1.0, np.nan, np.inf)), min_size=1, max_size=4)
 
 
-@given(values=VALUES, infinite=st.booleans(), place=st.integers(0, 2))
-def test_what_is_wrong_on_one_rank_is_raised_on_all(values, infinite, place) -> None:
+@given(values=VALUES, infinite=st.booleans(), place=st.integers(0, 40_000), last=st.integers(0, 4))
+def test_what_is_wrong_on_one_rank_is_raised_on_all(values, infinite, place, last) -> None:
     """A NaN, a difference in any bit, and an exception are told to every rank, which go on."""
     wrong = [np.isnan(value) or (infinite and np.isinf(value)) for value in values]
     bits = {np.float64(value).tobytes() for value in values}
 
     def check(comm: ac.Communicator) -> None:
-        value, x = values[comm.rank], np.zeros(3)
+        value, x = values[comm.rank], np.zeros(max(place + 1, 3))
         x[place] = value
         expected = [(any(wrong), FloatingPointError), (len(bits) > 1, ac.MismatchError)]
         calls = [
@@ -40,10 +42,16 @@ def test_what_is_wrong_on_one_rank_is_raised_on_all(values, infinite, place) -> 
         ]
         for (raises, kind), call in zip(expected, calls, strict=True):
             if raises:
-                with pytest.raises((kind, ac.PeerError)):
+                with pytest.raises((kind, ac.PeerError)) as caught:
                     call()
+                assert kind is FloatingPointError or f"at [{place}]" in str(caught.value)
             else:
                 call()
+        # The last ranks have the same arrays in another order.
+        ordered = [np.zeros(2), np.ones(2)][:: 1 if comm.rank < last else -1]
+        turned = 0 < last < comm.size
+        with pytest.raises(ac.MismatchError, match="another order") if turned else nullcontext():
+            ac.raise_on_difference(ordered, comm=comm)
         if any(wrong):
             error = ZeroDivisionError if wrong[comm.rank] else ac.PeerError
             with pytest.raises(error), ac.raise_together(comm=comm):
@@ -75,3 +83,25 @@ def test_exchanged_arrays_have_the_same_elements(case, to, by_name, copy) -> Non
     assert same_bits(elements_of(y), elements_of(x))
     if copy is not None and elements_of(x).size:
         assert np.shares_memory(elements_of(y), elements_of(x)) is not copy
+
+
+DTYPES = [np.float32, np.float16, np.uint8, np.complex128, np.bool_]
+
+
+@given(st.sampled_from(DTYPES), st.integers(0, 40_000), st.integers(0, 10**9))
+def test_a_digest_is_that_of_the_bits_and_their_order(dtype, count, place) -> None:
+    torch = pytest.importorskip("torch")
+    array = (np.random.default_rng(count).random(count) * 100).astype(dtype)
+    sums = block_sums(array)
+    by_torch = sums_by_torch(torch.from_numpy(array.copy()))
+    assert by_torch.tolist() == sums.tolist()
+    assert digest_of(array[::-1].copy()[::-1]) == digest_of(array)
+    if count < 2:
+        return
+    other = array.copy()
+    other.view(np.uint8)[place % other.nbytes] ^= 1 << place % 8 if dtype != np.bool_ else 1
+    assert digest_of(other) != digest_of(array)
+    one, two = place % count, place // count % count
+    other = array.copy()
+    other[[one, two]] = other[[two, one]]
+    assert (digest_of(other) == digest_of(array)) == (other.tobytes() == array.tobytes())

@@ -28,7 +28,8 @@ from tests.support import internals
 
 NO_OPTIONS = {"bucket_bytes": 1 << 20, "compression": None}
 # Each example makes some tens of calls.
-FEW = settings(max_examples=max(1, int(os.environ.get("EXAMPLES") or "15") // 3))
+_EXAMPLES = int(os.environ.get("EXAMPLES") or "15")
+FEW, MANY = (settings(max_examples=count) for count in (max(1, _EXAMPLES // 3), 4 * _EXAMPLES))
 
 specs_of_leaves = st.lists(
     st.tuples(ranked.dtypes().map(np.dtype), ranked.shapes(large=False)), max_size=12
@@ -94,6 +95,7 @@ def test_every_byte_of_every_leaf_lies_in_one_chunk(specs, bucket_bytes, chunks)
         assert found[leaf] == dtype.itemsize * int(np.prod(shape))
 
 
+@MANY
 @given(specs=specs_of_long_leaves, bucket_bytes=st.integers(1, 3000), least=st.integers(1, 600))
 def test_every_leaf_lies_in_one_message_and_a_large_one_alone(specs, bucket_bytes, least) -> None:
     buckets, end = lay_out(specs, bucket_bytes), 0
@@ -160,6 +162,7 @@ def test_buckets_do_not_matter(comm, drawn, bucket_bytes) -> None:
 
 
 @pytest.mark.usefixtures("small_chunks")
+@MANY
 @given_on_ranks(ranks=range(1, 6), drawn=gradients(), overlap=st.booleans())
 def test_results_may_be_written_over_gradients(comm, drawn, overlap) -> None:
     """Optimizers allow it, unless gradients share memory; those that are no results stay."""

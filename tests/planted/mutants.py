@@ -35,7 +35,8 @@ _ADAPTERS: Final = " ".join(
     f"tests/adapters/test_{name}.py" for name in ("shard", "copies", "accumulation", "arithmetic")
 )
 _TORCH: Final = [
-    f"tests/adapters/test_torch_{name}.py" for name in ("adapter", "training", "batchnorm", "data")
+    f"tests/adapters/test_torch_{name}.py"
+    for name in ("adapter", "training", "batchnorm", "data", "collectives")
 ]
 _TESTS: Final = {
     "_trees/": "tests/trees",
@@ -56,6 +57,10 @@ EQUIVALENT: Final[dict[str, str]] = {
     "self.word = int(self.table.nbytes + self.flat.nbytes < room)": "the rows come later",
     "self._streams, self._tried = past < through, {}": "both ways take as long",
     "for path, count in zip(flat.paths, flatten(counts).leaves, strict=False):": "of one length",
+    "if last is not None and not (link.overlaps and number + (1 + 1) < count):": "folded sooner",
+    "memory, native = yield from share(transport, nbytes if nbytes < node_bytes() else 0)": "unshared",
+    "if done <= end:": "an empty part more",
+    "if number <= 0:": "folded by NumPy",
     "or out.shape == self._shape": "the native part looks as well",
     'return _several("(", key, ")" if len(key) == 1 else ",)", sort=False)': "still unique",
     'return _several("(", key, ")" if len(key) != (1 + 1) else ",)", sort=False)': "still unique",

@@ -11,12 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 import arraycomm as ac
-from arraycomm._training.comparison.digests import block_sums, digest_of, sums_by_torch
-from tests.support.on_ranks import SIZES, each_rank_of
+from tests.support.on_ranks import SIZES
 
 torch: Any = pytest.importorskip("torch")
 jax: Any = pytest.importorskip("jax")
@@ -92,31 +89,3 @@ def test_what_is_the_same_passes_and_a_difference_is_named_on_every_rank(on_rank
         said = on_ranks(size, compare)
         assert len(set(said)) == 1
         assert said[0] is None or re.search(says, said[0], re.DOTALL), said[0]
-
-
-@each_rank_of(SIZES[-1])
-def test_an_order_is_named_as_one(comm: ac.Communicator) -> None:
-    arrays = [np.zeros(2), np.ones(2)]
-    with pytest.raises(ac.MismatchError, match="the same values in another order"):
-        ac.raise_on_difference(arrays[:: -1 if comm.rank else 1], comm=comm)
-
-
-DTYPES = [np.float32, np.float16, np.uint8, np.complex128, np.bool_]
-
-
-@given(st.sampled_from(DTYPES), st.integers(0, 40_000), st.integers(0, 10**9))
-def test_a_digest_is_that_of_the_bits_and_their_order(dtype: Any, count: int, place: int) -> None:
-    array = (np.random.default_rng(count).random(count) * 100).astype(dtype)
-    sums = block_sums(array)
-    by_torch = sums_by_torch(torch.from_numpy(array.copy()))
-    assert by_torch.tolist() == sums.tolist()
-    assert digest_of(array[::-1].copy()[::-1]) == digest_of(array)
-    if count < 2:
-        return
-    other = array.copy()
-    other.view(np.uint8)[place % other.nbytes] ^= 1 << place % 8 if dtype != np.bool_ else 1
-    assert digest_of(other) != digest_of(array)
-    one, two = place % count, place // count % count
-    other = array.copy()
-    other[[one, two]] = other[[two, one]]
-    assert (digest_of(other) == digest_of(array)) == (other.tobytes() == array.tobytes())
