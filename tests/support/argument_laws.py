@@ -29,6 +29,7 @@ _FUNCTIONS: Final = (
 _LEFT_OUT: Final = ("abort", "from_mpi", "give_up", "shrink", "trace")
 
 Laws = dict[str, set[str]]
+Place = tuple[str, ast.AST]  # A module of laws, and what it defines.
 
 
 def public_calls() -> dict[str, list[str]]:
@@ -53,13 +54,18 @@ def _parameters(call: Callable[..., Any]) -> list[str]:
 def laws() -> dict[str, dict[str, list[str]]]:
     """Return for each call and parameter the laws that pass it."""
     paths = [*ROOT.glob("properties/*.py"), *ROOT.glob("arraycomm/testing/conformance/*.py")]
-    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in sorted(paths)]
-    named = {name: node for tree in trees for name, node in _named(tree)}
+    trees = {path.stem: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(paths)}
+    scopes = {module: dict(_named(module, tree)) for module, tree in trees.items()}
+    for module, tree in trees.items():
+        for node in tree.body:
+            if isinstance(node, ast.ImportFrom):
+                there = scopes.get((node.module or "").rpartition(".")[2], {})
+                scopes[module] |= {x.name: there[x.name] for x in node.names if x.name in there}
     calls, found = public_calls(), defaultdict[str, Laws](lambda: defaultdict(set))
-    for tree in trees:
+    for module, tree in trees.items():
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
-                for name, passed in _passed(node, named, calls):
+                for name, passed in _passed((module, node), scopes, calls):
                     for parameter in passed:
                         found[name][parameter].add(node.name.removeprefix("test_"))
     return {
@@ -68,27 +74,27 @@ def laws() -> dict[str, dict[str, list[str]]]:
     }
 
 
-def _named(tree: ast.Module) -> Iterator[tuple[str, ast.AST]]:
+def _named(module: str, tree: ast.Module) -> Iterator[tuple[str, Place]]:
     """Yield what the laws of a module may use: functions, classes and tables."""
     for node in tree.body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("Test"):
-            yield node.name, node
+            yield node.name, (module, node)
         elif isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            yield from ((each.id, node) for each in targets if isinstance(each, ast.Name))
+            yield from ((n.id, (module, node)) for n in targets if isinstance(n, ast.Name))
 
 
 def _passed(
-    law: ast.FunctionDef, named: dict[str, ast.AST], calls: dict[str, list[str]]
+    law: Place, scopes: dict[str, dict[str, Place]], calls: dict[str, list[str]]
 ) -> Iterator[tuple[str, list[str]]]:
     """Yield the calls of a law, and of what it uses, with the parameters that they pass."""
-    seen, waiting = set[str](), [law]
+    used = [law]
     tables, keywords = dict[str, int](), set[str]()
-    while waiting:
-        for node in ast.walk(waiting.pop()):
-            if isinstance(node, ast.Name) and node.id in named and node.id not in seen:
-                seen.add(node.id)
-                waiting.append(named[node.id])  # type: ignore[arg-type]
+    for module, whole in used:
+        for node in ast.walk(whole):
+            found = scopes[module].get(node.id) if isinstance(node, ast.Name) else None
+            if found is not None and found not in used:
+                used.append(found)
             elif isinstance(node, ast.Dict):
                 # A table of calls: a name, and its positional arguments.
                 tables |= {
