@@ -86,7 +86,7 @@ def test_operations_fold_in_rank_order(comm: Communicator, fn) -> None:
         assert same_bits(before, want[comm.rank - 1]) if comm.rank else before is None
 
 
-@pytest.mark.parametrize("made", [ac.op(upside_down), ac.op(minus, elementwise=True)], ids=str)
+@pytest.mark.parametrize("made", [ac.op(upside_down), ac.op(minus, elementwise=True)])
 @each_rank_of("few")
 def test_reduce_scatter_gives_the_rows_that_allreduce_gives(comm: Communicator, made) -> None:
     """The other operations, of elementwise functions as well, have a law."""
