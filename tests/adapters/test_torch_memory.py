@@ -89,7 +89,7 @@ class TestProcesses:
 
     @pytest.mark.parametrize("turn", range(4))
     def test_loops(self, world: ac.Communicator, turn: int) -> None:
-        parts = (["by hand"], ["local", "argument"], ["all", "all"], ["checkpoint", "first"])[turn]
+        parts = (["by hand"], ["local", "argument"], ["all", "all"], ["derived", "first"])[turn]
         zeros, options = laws.ZEROS[turn], {"op": "sum", "shard": turn == 0, "accumulate": 1}
         steps = [laws.Step("nothing", parts, "nothing", "step", zeros, -1) for _ in range(3)]
         compression = laws.Identity() if turn == 1 else None
