@@ -208,9 +208,7 @@ WRONG: dict[str, list[Wrong]] = {
         Wrong(ValueError, "one row for each", lambda c: c.scatter(np.ones(c.size + 1), c.rank)),
         Wrong(ValueError, "have the shape", lambda c: c.scatter(rows(c), c.rank, out=rows(c))),
         Wrong(BufferError, "read-only", lambda c: c.scatter(None, after(c), out=frozen(c)), True),
-        Wrong(
-            TypeError, "out must be an array", lambda c: c.scatter(None, after(c), out=1.0), True
-        ),
+        Wrong(TypeError, "out must be an array", lambda c: c.scatter(None, after(c), out=1), True),
         Wrong(TypeError, "like must be", lambda c: c.scatter(None, after(c), like="torch"), True),
     ],
     "scatterv": [

@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import optree
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import arraycomm as ac
@@ -130,9 +130,7 @@ KINDS: Final[dict[str, Callable[[Any], Any]]] = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, eps=0.1, weight_decay=0.1),
     "twice": lambda parameters: Twice(parameters, lr=0.1, momentum=0.9),
 }
-EVENTS: Final = (
-    *("nothing", "deepcopy", "copy", *["saved"] * 3, "raised", "grown", "decayed", "frozen"),
-)
+EVENTS = ("nothing", "deepcopy", "copy", *["saved"] * 3, "raised", "grown", "decayed", "frozen")
 PARTS: Final = ("all", "first", "some", "local", "derived", "checkpoint", "argument")
 CHANGES: Final = ("nothing", "clip", "replace", "scale")
 ZEROS: Final = ("none", "in place", "flat", "not at all")
@@ -142,8 +140,7 @@ class Identity(ac.Compression):
     """Sends gradients as they are."""
 
 
-EXACT: Final = (None, Identity())
-LOSSY: Final = ("bfloat16", ac.ErrorFeedback("float16"), Fading())
+EXACT, LOSSY = (None, Identity()), ("bfloat16", ac.ErrorFeedback("float16"), Fading())
 
 
 class Step(NamedTuple):
@@ -164,7 +161,6 @@ class Case(NamedTuple):
     kind: str
     # The second rank lists its parameters in another order, which names prove, or values.
     mixed: str
-    # How losses are made of parameters.
     join: str
     options: dict[str, Any]
 
@@ -201,14 +197,16 @@ def cases(draw: Any) -> Case:
             parts = ["all" if part == "by hand" else part for part in parts]
             idle, change = -1, "clip" if change == "replace" else change
         steps.append(Step(event, parts, change, end, zeros, idle))
-    mixed = draw(st.sampled_from(("", "names", "values")))
-    return Case(
-        steps,
-        draw(st.sampled_from(list(KINDS))),
-        mixed,
-        draw(st.sampled_from(list(JOINS))),
-        options,
-    )
+    choices = list(KINDS), ("", "names", "values"), list(JOINS)
+    return Case(steps, *(draw(st.sampled_from(each)) for each in choices), options)
+
+
+def after_a_skipped_step(event: str, end: str) -> Case:
+    """Return a loop in which rank 0 has no data in the step that follows one without an update."""
+    skipped = Step("nothing", ["all"], "nothing", "skip", "none", -1)
+    options = {"op": "sum", "bucket_bytes": 1, "accumulate": 1, "shard": False, "compression": None}
+    steps = [skipped, Step(event, ["all"], "nothing", end, "none", 0)]
+    return Case(steps, "momentum", "", "cat", options)
 
 
 class Loop:
@@ -476,6 +474,9 @@ def alone(case: Case, size: int) -> list[list[Any]]:
 
 
 @MANY
+@example(after_a_skipped_step("nothing", "closure"), 2)
+@example(after_a_skipped_step("deepcopy", "step"), 2)
+@example(after_a_skipped_step("grown", "step"), 2)
 @given(case=cases(), size=st.integers(1, 4))
 def test_drawn_loops_give_what_one_process_gives(case: Case, size: int) -> None:
     """With copies or states that are loaded on the way or without, and sharded or not."""

@@ -173,7 +173,8 @@ SEVENTHS = st.integers(-99, 99).map(lambda number: number / 7) | st.sampled_from
 @st.composite
 def gradients_of_steps(draw: st.DrawFn) -> list[Arrays]:
     """Draw gradients of one dtype and shape for some steps; frameworks and layouts differ."""
-    dtype, shape = draw(ranked.dtypes("mean")), draw(st.sampled_from(((), (3,), (5, 4))))
+    dtype = draw(ranked.dtypes("mean") | st.just("complex64"))
+    shape = draw(st.sampled_from(((), (3,), (5, 4))))
     drawn: dict[str, Any] = {"elements": SEVENTHS}
     if dtype_of(dtype).kind == "c":
         drawn["elements"] = st.builds(complex, SEVENTHS, SEVENTHS)

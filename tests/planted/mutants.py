@@ -187,8 +187,7 @@ def main() -> None:
             list(pool.map(work, range(arguments.jobs)))
     counted = [by for _, by in tried if by in (*_CATCHERS, "survives")]
     laws, tests = map(counted.count, _CATCHERS)
-    print(f"tried {len(tried)} of {total}; of {len(counted)} that change something, laws caught")
-    print(f"{laws}, tests {tests} more")
+    print(f"tried {len(tried)} of {total}; of {len(counted)} caught: laws {laws}, tests {tests}")
 
 
 if __name__ == "__main__":

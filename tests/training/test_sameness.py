@@ -46,10 +46,7 @@ KINDS: dict[str, tuple[Callable[[int], Any], str]] = {
     "number": (lambda n: {"a": [1, n]}, r"tree\['a'\]\[1\] is not .*: 0, at .*: 1, at"),
     "text": (lambda n: f"{n}", "'0', at .*'1', at"),
     "array": (lambda n: np.arange(6).reshape(2, 3) * (n + 1), r"ranks? 0.*: 1 at \[0, 1\]"),
-    "dtype": (
-        lambda n: np.zeros(3, [np.float32, np.float64][n]),
-        r"float32 \(3,\).*float64 \(3,\)",
-    ),
+    "dtype": (lambda n: np.zeros(3, ["f4", "f8"][n]), r"float32 \(3,\).*float64 \(3,\)"),
     "tensor": (lambda n: torch.full((3,), float(n)).bfloat16(), r"ranks? 0.*: 0.0 at \[0\]"),
     "jax": (lambda n: jax.numpy.full(3, n), r"ranks? 0.*: 0 at \[0\]"),
     "key": (jax.random.key, r"ranks? 0.*: 0 at \[1\]"),
