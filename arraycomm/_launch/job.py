@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from queue import Empty, SimpleQueue
+from queue import Empty, Queue
 from types import FrameType
 from typing import IO, Final, NamedTuple
 
@@ -87,11 +87,8 @@ class _LauncherEnded(NamedTuple):
     status: int
 
 
-class _Told(NamedTuple):
-    number: int
-
-
-_Events = SimpleQueue[_Report | _LauncherEnded | _Told]
+# No `SimpleQueue`: a handler of a signal that outlasts its timeout lets that wait without limit.
+_Events = Queue[_Report | _LauncherEnded]
 
 
 def run_job(
@@ -169,7 +166,9 @@ class _Job:
         # Whether the launcher may end ranks, and report success.
         self._hides_ends = hides_ends
         self._ends_together = not program.fault_tolerant
-        self._events: _Events = SimpleQueue()
+        self._events: _Events = Queue()
+        # The signal by which the job is told to end; handlers put nothing into a `Queue`.
+        self._told = 0
         out = _Line()
         err = out if os.path.sameopenfile(1, 2) else _Line()
         self._relays = [
@@ -189,8 +188,9 @@ class _Job:
             raise
         if not self._failed:
             silent = [rank for rank in range(self._ranks) if rank not in self._ended]
-            cut_off = silent if self._hides_ends and not status else []
-            return Ended(1 if cut_off else status, {}, cut_off)
+            if self._hides_ends and (not status or (self._ended and status == signal.SIGKILL)):
+                return Ended(1 if silent else 0, {}, silent)
+            return Ended(status, {})
         # An uncaught error, such as that of a rank that only waited for the one that failed, is
         # status 1.
         failed = dict(sorted(self._failed.items(), key=lambda item: item[1] == 1))
@@ -199,7 +199,7 @@ class _Job:
     def _handlers(self) -> dict[int, Handler]:
         """Return what this process does with signals; the launcher is in another group."""
         return {
-            **dict.fromkeys(_ENDING, lambda number, _: self._events.put(_Told(number))),
+            **dict.fromkeys(_ENDING, lambda number, _: setattr(self, "_told", number)),
             **dict.fromkeys(_PASSED_ON, lambda number, _: self._pass_on(number)),
             signal.SIGTSTP: lambda *_: self._stop(),
         }
@@ -233,10 +233,10 @@ class _Job:
             try:
                 event = self._events.get(timeout=min(left, _LOOK))
             except Empty:
-                if deadline is None or time.monotonic() < deadline:
+                if not self._told and (deadline is None or time.monotonic() < deadline):
                     continue
                 self._end_ranks()
-                return 0
+                return self._told and _SIGNALLED + self._told
             if isinstance(event, _LauncherEnded):
                 for relay in self._relays:
                     relay.join()
@@ -244,9 +244,6 @@ class _Job:
                     if isinstance(report := self._events.get(), _Report):
                         self._count(report)
                 return _shell_status(event.status)
-            if isinstance(event, _Told):
-                self._end_ranks()
-                return _SIGNALLED + event.number
             self._count(event)
             if self._failed and self._ends_together:
                 now = time.monotonic()

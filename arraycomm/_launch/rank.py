@@ -26,6 +26,8 @@ _ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # longer.
 _PATIENCE = 3
 _LONGEST = 20.0
+# Seconds in which the launcher has seen that a connection is closed.
+_NOTICED = 0.3
 _NOT_RUN = 127
 _SIGNALLED = 128
 _CHUNK = 1 << 16
@@ -156,7 +158,7 @@ class Program:
             os._exit(1)
         if number in _ENDS:
             self.told_to_end = True
-            signal.signal(signal.SIGALRM, self._kill)
+            signal.signal(signal.SIGALRM, lambda *_: os.kill(self._pid, signal.SIGKILL))
             signal.alarm(_PATIENCE)
         with suppress(ProcessLookupError):
             os.kill(self._pid, number)
@@ -166,9 +168,6 @@ class Program:
         # parent.
         if os.getppid() != self._launcher:
             self._forward(signal.SIGTERM, None)
-
-    def _kill(self, *_: object) -> None:
-        os.kill(self._pid, signal.SIGKILL)
 
     def wait(self, outputs: list[Output]) -> int:
         """Return how it ended: its status, or a signal's number below zero; pass its output on."""
@@ -187,20 +186,13 @@ class Program:
             sources = [output.source for output in outputs if output.open]
             unended = any(output.rest for output in outputs)
             select.select([ended, *sources], [], [], UNENDED if unended else 1.0)
-            _empty(ended)
+            with suppress(BlockingIOError):
+                os.read(ended, _CHUNK)
         signal.set_wakeup_fd(-1)
         for output in outputs:
             output.finish()
-        return self._ended(status)
-
-    def _ended(self, status: int) -> int:
         self.status = os.waitstatus_to_exitcode(status)
         return self.status
-
-
-def _empty(pipe: int) -> None:
-    with suppress(BlockingIOError):
-        os.read(pipe, _CHUNK)
 
 
 def _become(command: list[str], entrances: list[int], parent: int) -> NoReturn:
@@ -237,6 +229,8 @@ def main(mark: str, prefix: str, logs: str, hold: str, *command: str) -> NoRetur
     if not program.told_to_end:
         # Open MPI passes on whole lines.
         os.write(2, f"\x02{mark} {rank} {status}\x03\n".encode())
+        if not status and "PMI_FD" in os.environ:
+            _leave_connection(int(os.environ["PMI_FD"]))
         if status and hold:
             # Launchers end all ranks, or none, once one has failed: the job decides.
             end = time.monotonic() + _LONGEST
@@ -245,6 +239,17 @@ def main(mark: str, prefix: str, logs: str, hold: str, *command: str) -> NoRetur
     if status < 0 and not hold:
         _die_by(-status)
     os._exit(status if status >= 0 else _SIGNALLED - status)
+
+
+def _leave_connection(connection: int) -> None:
+    """Let the launcher see whether the program left without MPI's end; it ends all ranks then.
+
+    At MPI's end it has closed the connection. Otherwise it must see this end closed in time.
+    """
+    with suppress(OSError):  # An outer launcher's may not be open here.
+        if not select.select([connection], [], [], 0)[0]:
+            os.close(connection)
+            time.sleep(_NOTICED)
 
 
 def _die_by(number: int) -> None:

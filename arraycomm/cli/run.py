@@ -38,12 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="OMP_NUM_THREADS of each rank; by default what is set, or the cores divided by N",
     )
     add("--mpi", choices=_MPIS, help="which MPI, if there are several")
-    add(
-        "--trace",
-        type=Path,
-        metavar="FILE",
-        help="record the calls of all ranks; see arraycomm trace",
-    )
+    add("--trace", type=Path, metavar="FILE", help="record all ranks' calls; see arraycomm trace")
     add(
         "--fault-tolerant",
         action="store_true",

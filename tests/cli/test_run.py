@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -120,18 +121,15 @@ class TestRanks:
         assert capfd.readouterr() == ("there\nthere\n", said)
 
     def test_job_that_a_rank_has_left_behind_fails(self, capfd: pytest.CaptureFixture[str]) -> None:
-        """MPICH's launcher ends the others then, and may report success."""
+        """MPICH's launcher ends the others then, if it sees that first, and may report success."""
         program = (
             "import os, time, arraycomm as ac; comm = ac.init(); comm.barrier()\n"
             "if comm.rank == 1: os._exit(0)\n"
             "time.sleep(30)"
         )
-        # It does not always say so.
-        for _ in range(3):
-            assert main(["run", "-n", "2", "-c", program]) != 0
-        said = capfd.readouterr().err
+        assert main(["run", "-n", "2", "-c", program]) != 0
         left = "rank 0 had not ended when another rank left"
-        assert is_open_mpi() or "Killed" in said or left in said
+        assert is_open_mpi() or left in capfd.readouterr().err
 
     def test_the_rank_that_failed_comes_before_those_that_waited_for_it(
         self, capfd: pytest.CaptureFixture[str]
@@ -197,10 +195,12 @@ class TestRanks:
                 assert all_heard(number)
             job.send_signal(signal.SIGTSTP)
             assert soon(lambda: all(map(stopped, [job.pid, *ranks])))
+            time.sleep(0.3)  # Longer than one wait for events.
             job.send_signal(signal.SIGCONT)
             assert all_heard(signal.SIGCONT)
             assert not any(map(stopped, [job.pid, *ranks]))
-            job.send_signal(signal.SIGTERM)
+            other = max(map(int, os.listdir(f"/proc/{job.pid}/task")))  # Waits for no events.
+            ctypes.CDLL(None).tgkill(job.pid, other, signal.SIGTERM)
             assert job.communicate(timeout=60)[0] == ""
         assert job.returncode == 143
 

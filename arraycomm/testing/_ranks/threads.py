@@ -22,6 +22,7 @@ SLACK: Final = 0.5
 # Seconds after which an interrupted rank must be stuck outside Python, and between two attempts.
 HOPELESS: Final = 3.0
 RETRY: Final = 0.5
+_NAP: Final = 1e-3
 
 Events = queue.SimpleQueue[Callable[[], Any] | None]
 
@@ -138,12 +139,15 @@ def _serve(ranks: Sequence[RankThread], events: Events, patience: float, *, toge
     running = len(ranks)
     deadline: float | None = None
     while running:
-        left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
         try:
-            event = events.get(timeout=left)
+            event = events.get(block=deadline is None)
         except queue.Empty:
-            _interrupt(ranks)
-            return
+            if deadline is not None and time.monotonic() > deadline:
+                _interrupt(ranks)
+                return
+            # Its own timeout may wait without limit if this process is held up meanwhile.
+            time.sleep(_NAP)
+            continue
         if event is not None:
             event()
             continue
