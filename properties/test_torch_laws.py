@@ -11,7 +11,8 @@ import copy
 import itertools
 import os
 import pickle
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any, Final, NamedTuple
 
@@ -30,13 +31,31 @@ torch = pytest.importorskip("torch")
 
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
-from arraycomm.adapters.torch import gather_state, no_sync  # noqa: E402
+from arraycomm.adapters.torch import _hooks, gather_state, no_sync  # noqa: E402
 
 pytestmark = [
     pytest.mark.skipif(_launch.detect(os.environ) is not None, reason="runs where pytest is alone"),
     # Of schedules that begin before any step, or with a copy of the optimizer.
     pytest.mark.filterwarnings(r"ignore:.*optimizer.step\(\)"),
 ]
+
+
+class Keeping(threading.local):
+    """The engine of autograd, which keeps what it calls until the next pass, as with devices."""
+
+    _execution_engine = property(lambda self: self)
+
+    def queue_callback(self, callback: Any) -> None:
+        self.last = callback
+        torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _kept() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_hooks, "Variable", Keeping())
+        yield
+
 
 # Sums of a few hundred products, over a few steps, in another order: a few hundred roundings.
 SLACK: Final = 1000 * np.finfo(np.float64).eps
@@ -131,7 +150,7 @@ KINDS: Final[dict[str, Callable[[Any], Any]]] = {
     "twice": lambda parameters: Twice(parameters, lr=0.1, momentum=0.9),
 }
 EVENTS = ("nothing", "deepcopy", "copy", *["saved"] * 3, "raised", "grown", "decayed", "frozen")
-PARTS: Final = ("all", "first", "some", "local", "derived", "checkpoint", "argument")
+PARTS: Final = ("all", "first", "some", "local", "derived", "argument", "checkpoint", "inner last")
 CHANGES: Final = ("nothing", "clip", "replace", "scale")
 ZEROS: Final = ("none", "in place", "flat", "not at all")
 
@@ -207,6 +226,13 @@ def after_a_skipped_step(event: str, end: str) -> Case:
     options = {"op": "sum", "bucket_bytes": 1, "accumulate": 1, "shard": False, "compression": None}
     steps = [skipped, Step(event, ["all"], "nothing", end, "none", 0)]
     return Case(steps, "momentum", "", "cat", options)
+
+
+def repeated_in_a_checkpoint() -> Case:
+    """Return a loop in whose third step gradients come again after their reduction has begun."""
+    case = after_a_skipped_step("nothing", "step")
+    first = case.steps[0]._replace(end="step")
+    return case._replace(steps=[first, first, first._replace(parts=["inner last"])])
 
 
 class Loop:
@@ -344,15 +370,15 @@ class Loop:
     def backward_of(self, part: str, number: int, idle: int, times: int) -> Any:
         """Make one of so many backward passes of a kind; return its loss."""
         value = self.loss(part, number, idle) / times
-        if part == "checkpoint":
+        if part in ("checkpoint", "inner last"):
             one = torch.ones((), dtype=torch.float64, requires_grad=True)
-            value = value + (
-                value
-                if self.comm is None
-                else checkpoint(
+            again = value
+            if self.comm is not None:
+                again = checkpoint(
                     lambda x: x * self.loss("all", number, idle), one, use_reentrant=number % 2 == 0
                 )
-            )
+            # Autograd begins with what was made last.
+            value = again + (value if part == "checkpoint" else self.loss(part, number, idle))
         if part in ("derived", "by hand"):
             found = torch.autograd.grad(value, self.trained(), allow_unused=True)
             pairs = zip(self.trained(), found, strict=True)
@@ -474,6 +500,7 @@ def alone(case: Case, size: int) -> list[list[Any]]:
 
 
 @MANY
+@example(repeated_in_a_checkpoint(), 2)
 @example(after_a_skipped_step("nothing", "closure"), 2)
 @example(after_a_skipped_step("deepcopy", "step"), 2)
 @example(after_a_skipped_step("grown", "step"), 2)

@@ -17,7 +17,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -83,7 +83,6 @@ class BackwardReducer:
         """Return the backward pass of a pass of autograd; have autograd call back at its end."""
         enclosing = enclosing_node()
         if enclosing is None and self._backward and self._backward.outermost is not None:
-            # An exception ended it, and autograd still keeps it.
             self._abandon()
         self._raise_error()
         backward = self._backward or self._begin()
@@ -91,7 +90,8 @@ class BackwardReducer:
         backward.tasks.add(task)
         if enclosing is None:
             backward.outermost = task
-            Variable._execution_engine.queue_callback(_PassEnd(self._at_end, self._at_error))
+            at_error = partial(self._at_error, backward)
+            Variable._execution_engine.queue_callback(_PassEnd(self._at_end, at_error))
         else:
             backward.repeated = True
             self._follow(enclosing, backward)
@@ -170,10 +170,11 @@ class BackwardReducer:
         self._abandon()
         self._raise_error()
 
-    def _raised(self) -> None:
-        """Called if an exception ends a backward pass, before the program can catch it."""
+    def _raised(self, backward: Backward) -> None:
+        """Called if an exception ends a backward pass; autograd on devices may keep it longer."""
         with self._lock:
-            self._abandon()
+            if self._backward is backward:
+                self._abandon()
 
     def _abandon(self) -> None:
         """Take over what an unfinished backward pass started; its other gradients stay local."""
@@ -183,7 +184,7 @@ class BackwardReducer:
         self._set(None)
         try:
             for reduced in ac.waitall(backward.requests):
-                self._parameters.settle(reduced.leaves)
+                self._parameters.settle(reduced.leaves, unless_changed=not backward.late)
         except Exception as error:
             self._error = error
         finally:

@@ -108,11 +108,13 @@ class Parameters:
 
     # What a reduction gives
 
-    def settle(self, leaves: Mapping[int, Any]) -> None:
-        """Take over reduced gradients; None are those that no rank had."""
+    def settle(self, leaves: Mapping[int, Any], *, unless_changed: bool = False) -> None:
+        """Take over reduced gradients; None is what no rank had. Maybe not where changed since."""
         with torch.no_grad():
             for number, reduced in leaves.items():
                 tensor, slot = self.tensors[number], self.slots[number]
+                if unless_changed and (tensor.grad is not slot.sent or slot.was_written()):
+                    continue
                 if slot.was_written():
                     self.gradients.fail(_changed_inside(number))
                 slot.settle(tensor, _like(tensor, reduced))

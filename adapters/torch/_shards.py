@@ -183,7 +183,9 @@ class Sharding:
         state = dict(mine["state"])
         for part in parts:
             state.update(self._unpacked(part or {}))
-        return {**mine, "state": {number: state[number] for number in sorted(state, key=_order)}}
+        # In torch's order; after the parameters' numbers any other keys.
+        numbers = sorted(key for key in state if isinstance(key, int))
+        return {**mine, "state": {key: state[key] for key in (*numbers, *state)}}
 
     def _packed(self, state: dict[Any, Any]) -> dict[Any, Any]:
         """Return the state of parameters in a form that another rank can load."""
@@ -220,12 +222,6 @@ def _each(change: Any, values: Any, device: torch.device, kind: type = torch.Ten
     if isinstance(values, (list, tuple)) and not hasattr(values, "_fields"):
         return type(values)(_each(change, value, device, kind) for value in values)
     return values
-
-
-def _order(number: Any) -> tuple[bool, Any]:
-    """Return by what the numbers of parameters are sorted, and any other keys after them."""
-    is_number = isinstance(number, int)
-    return not is_number, number if is_number else 0
 
 
 def _spec(parameter: torch.Tensor) -> tuple[Any, tuple[int, ...]]:

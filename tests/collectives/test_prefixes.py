@@ -17,7 +17,7 @@ from arraycomm._reduce import blocks, selection
 from tests.support import internals
 from tests.support.layouts import OUTS
 from tests.support.on_ranks import each_rank_of
-from tests.support.oracle import OPS, expected, family, same_bits, same_result, sample
+from tests.support.oracle import expected, same_bits, same_result, sample
 
 Array = np.ndarray[Any, Any]
 
@@ -65,36 +65,18 @@ def name(request: pytest.FixtureRequest) -> str:
     return name
 
 
-# A family each, and bfloat16; the laws draw the others.
-DTYPES = [BY_NAME[name].dtype for name in ("bool", "int8", "float32", "bfloat16", "complex128")]
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@each_rank_of("few")
-def test_each_part_is_the_fold_in_rank_order(comm: Communicator, name, dtype, monkeypatch) -> None:
-    """With the check and without, whether it fits in the header or takes several chunks."""
-    monkeypatch.setattr(selection, "CHUNK_BYTES", 2_000)
-    unchecked = comm.dup(check=False)
-    # So that little data is more than travels with the header.
-    for each in (comm, unchecked):
-        internals.set_inline_bytes(each, 128)
-    for op, count in product(OPS[family(dtype)], (1, 7, 5_003 // dtype.itemsize // comm.size)):
-        arrays = inputs(dtype, comm.size, count, op)
-        right = want(name, arrays, comm.rank, op)
-        for each in (comm, unchecked):
-            got = getattr(each, name)(arrays[comm.rank], op)
-            assert same(got, right, op), (op, count)
-
-
 @each_rank_of("few")
 def test_more_bytes_than_one_movement_takes(comm: Communicator, name, monkeypatch) -> None:
     limit = 4096
     monkeypatch.setattr(blocks, "MAX_BYTES", limit)
     monkeypatch.setattr(selection, "CHUNK_BYTES", 3_000)
     largest = internals.spans(comm)
-    arrays = inputs(np.float64, comm.size, 5_001)
-    got = getattr(comm, name)(arrays[comm.rank])
-    assert same(got, want(name, arrays, comm.rank, "sum"), "sum")
+    narrow = BY_NAME["bfloat16"].dtype
+    for dtype, op in (("f8", "mean"), ("c16", "prod"), (narrow, "sum"), ("?", "xor")):
+        arrays = inputs(dtype, comm.size, 5_001, op)
+        for each in (comm, comm.dup(check=False)):
+            got = getattr(each, name)(arrays[comm.rank], op)
+            assert same(got, want(name, arrays, comm.rank, op), op), (dtype, op)
     assert max(largest, default=0) <= limit
 
 

@@ -74,6 +74,9 @@ def test_a_mean_is_one_message_whatever_it_holds(comm: Communicator, count) -> N
 
 @each_rank_of("several")
 def test_trees_that_differ_raise_with_the_first_path(comm: Communicator) -> None:
+    part, row = comm.dup(), np.ones((1, 2) if comm.rank else (2, 1))
+    with pytest.raises(ac.MismatchError, match=r"float64 \(2, 1\) on rank 0"), ac.join(part):
+        ac.mean_metrics(row, 1, comm=part)
     name = "accuracy" if comm.rank else "acc"
     with pytest.raises(ac.MismatchError, match=r"tree\['acc'\] on rank 0"):
         ac.mean_metrics({name: 1.0}, 1, comm=comm)

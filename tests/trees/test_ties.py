@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -42,23 +41,6 @@ def test_the_loss_may_be_the_best_one_on_a_rank(comm: Communicator, framework, c
     others = comm.size - 1
     np.testing.assert_allclose(float(got["loss"]), (1 + 4 * others) / comm.size)
     np.testing.assert_allclose(float(got["best"]), (1 + 2 * others) / comm.size)
-
-
-@pytest.mark.parametrize("restored", [0, -1])
-@pytest.mark.parametrize("framework", _KINDS)
-@each_rank_of("few")
-def test_a_restored_state_meets_fresh_ones(comm: Communicator, framework, restored) -> None:
-    """A fresh state has an array in two places, a restored one has two; one rank's is taken by all."""
-    make, root = _maker(framework), restored % comm.size
-    params = {"w": make([1.0, float(comm.rank)]), "b": make(0.0)}
-    state = {"params": params, "ema": params, "step": 3}
-    if comm.rank == root:
-        state = pickle.loads(pickle.dumps(state))
-        state["ema"] = {"w": make([5.0, 6.0]), "b": make(7.0)}
-    got = ac.synchronize(state, root=root, comm=comm)
-    assert np.asarray(got["ema"]["w"]).tolist() == [5.0, 6.0]
-    assert np.asarray(got["params"]["w"]).tolist() == [1.0, root]
-    assert (float(got["ema"]["b"]), got["step"]) == (7.0, 3)
 
 
 @each_rank_of(3, "torch")
