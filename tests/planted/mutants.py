@@ -62,7 +62,6 @@ EQUIVALENT: Final[dict[str, str]] = {
     "if done <= end:": "an empty part more",
     "if done <= own.stop:": "an empty part more",
     "if following > len(self.waiting) - 1:": "after all have come, nothing comes but inner passes",
-    "widest = max(total_dtype(dtype).itemsize * dtype.itemsize for dtype in dtypes)": "an estimate",
     "saved = by_slices + (widest if nodes == 2 else widest + 1)": "an estimate of which is quicker",
     "if number <= 0:": "folded by NumPy",
     "or out.shape == self._shape": "the native part looks as well",
