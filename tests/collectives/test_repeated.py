@@ -35,6 +35,17 @@ def warmed(comm: ac.Communicator) -> None:
     assert internals.has_fast_paths(comm, 1)
 
 
+@each_rank_of("few")
+def test_a_call_beside_one_of_another_thread_is_refused(comm: ac.Communicator) -> None:
+    turn = internals.engine(comm).turn
+    for x in map(np.arange, (5, 5, 5, COUNT, COUNT, COUNT)):
+        assert turn.acquire(False)
+        with pytest.raises(ac.ConcurrentUseError):
+            comm.allreduce(x)
+        turn.release()
+        assert np.array_equal(comm.allreduce(x), comm.size * x)
+
+
 @each_rank_of(3)
 def test_repeated_calls_are_counted(comm: ac.Communicator) -> None:
     """What they give is a law."""

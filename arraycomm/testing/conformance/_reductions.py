@@ -319,12 +319,11 @@ class ReductionLaws:
         self, comm: Communicator, drawn: tuple[str, Sealed[Any]]
     ) -> None:
         """Python and NumPy numbers are reduced as arrays without dimensions are."""
-        op, numbers = drawn
-        want = expected([np.asarray(number) for number in numbers.value], op)
-        for _ in range(2):
-            got = comm.allreduce(numbers.value[comm.rank], op)
-            assert type(got) is type(numbers.value[comm.rank])
-            check_elements(np.asarray(got), want, op)
+        op, numbers = drawn[0], drawn[1].value
+        for call, count in [(comm.allreduce, comm.size), (comm.scan, comm.rank + 1)] * 2:
+            got = call(numbers[comm.rank], op)
+            assert type(got) is type(numbers[comm.rank])
+            check_elements(np.asarray(got), expected([*map(np.asarray, numbers[:count])], op), op)
 
     @law(ranks=1, reduction=reductions())
     def test_one_rank_alone_gets_what_it_gave(
