@@ -125,7 +125,9 @@ def test_malformed_message_is_a_clear_error(
         if comm.rank == 1:
             _spoil(comm, step, words, payload)
         # What is malformed may be what another error or another message looks like.
-        own = (TypeError,) if name == "raising" or "message" in name else ()
+        own: list[Any] = [TypeError] if name == "raising" or "message" in name else []
+        # This rank reads its own header, too, which does not fit its own array then.
+        own += [ValueError] if comm.rank == 1 else []
         with suppress(*ERRORS, *own):
             CALLS[name](comm)
 
