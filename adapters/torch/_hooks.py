@@ -83,6 +83,7 @@ class BackwardReducer:
         """Return the backward pass of a pass of autograd; have autograd call back at its end."""
         enclosing = enclosing_node()
         if enclosing is None and self._backward and self._backward.outermost is not None:
+            # An exception ended it, and autograd still keeps it.
             self._abandon()
         self._raise_error()
         backward = self._backward or self._begin()

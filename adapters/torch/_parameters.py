@@ -109,7 +109,7 @@ class Parameters:
     # What a reduction gives
 
     def settle(self, leaves: Mapping[int, Any], *, unless_changed: bool = False) -> None:
-        """Take over reduced gradients; None is what no rank had. Maybe not where changed since."""
+        """Take over reduced gradients, None where no rank had one; maybe only what is unchanged."""
         with torch.no_grad():
             for number, reduced in leaves.items():
                 tensor, slot = self.tensors[number], self.slots[number]

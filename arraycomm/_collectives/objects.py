@@ -12,7 +12,7 @@ from arraycomm._calls.attempts import take_together
 from arraycomm._calls.operation import Context, Operation
 from arraycomm._calls.pickles import dumps, loads
 from arraycomm._protocol.agreement import Agreement
-from arraycomm._protocol.announced import check_size
+from arraycomm._protocol.announced import check_payload, check_size
 from arraycomm._protocol.header import Signature
 from arraycomm._reduce import algorithms
 from arraycomm._reduce.blocks import bounds_of
@@ -49,6 +49,7 @@ class AllgatherObject(ObjectOperation):
 
     def steps(self, agreement: Agreement) -> Steps:
         group, lengths = self.group, agreement.lengths(1)
+        check_payload(group.rank, lengths[group.rank], len(self.data))
         if max(lengths) <= group.inline_bytes:
             self.received = [agreement.payload(rank, n) for rank, n in enumerate(lengths)]
             return

@@ -109,6 +109,7 @@ class Allgatherv(OfAnyLength):
     def steps(self, agreement: Agreement) -> Steps:
         elements, dtype = prod(self.row), self.source.dtype
         self.received = agreement.lengths(elements * dtype.itemsize)
+        check_table(self.group.rank, [self.received[self.group.rank]], self.word)
         bounds = bounds_of(self.received, elements)
         longest = max(self.received)
         check_size(self.received.index(longest), bounds[-1:], dtype.itemsize)

@@ -68,9 +68,8 @@ Handler = Callable[[int, FrameType | None], object]
 class Ended(NamedTuple):
     """How a job ended: its status, and the statuses of ranks that failed, the first one first.
 
-    A status below zero is that of a rank that a signal has ended. Of the ranks that are `cut_off`
-    nothing was heard, though the launcher reports success: it ended them once another one had left
-    without MPI's end.
+    A status below zero is that of a rank that a signal has ended. Nothing was heard of the ranks
+    that are `cut_off`: the launcher ended them once another one had left without MPI's end.
     """
 
     status: int
@@ -102,11 +101,12 @@ def run_job(
     threads = threads_for(ranks, environment)
     mark = secrets.token_hex(8)
     started = launcher.command(ranks, threads=threads, fault_tolerant=program.fault_tolerant)
+    reads = program.stdin and sys.stdin is not None and not sys.stdin.isatty()
     # A group of its own: Ctrl-C reaches this process alone, which ends the others. From there a
     # terminal could not be read.
     with subprocess.Popen(
         _tied([*started, *program.on_rank(mark)]),
-        stdin=None if program.stdin and not _is_terminal() else subprocess.DEVNULL,
+        stdin=None if reads else subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         env=launcher.environment(environment, threads),
@@ -147,10 +147,6 @@ def _tied(command: Sequence[str]) -> list[str]:
     if sys.platform != "linux":
         return list(command)
     return [*_BARE_PYTHON, str(_TIED), str(os.getpid()), *command]
-
-
-def _is_terminal() -> bool:
-    return sys.stdin is None or sys.stdin.isatty()
 
 
 class _Job:

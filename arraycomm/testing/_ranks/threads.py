@@ -22,7 +22,6 @@ SLACK: Final = 0.5
 # Seconds after which an interrupted rank must be stuck outside Python, and between two attempts.
 HOPELESS: Final = 3.0
 RETRY: Final = 0.5
-_NAP: Final = 1e-3
 
 Events = queue.SimpleQueue[Callable[[], Any] | None]
 
@@ -145,8 +144,8 @@ def _serve(ranks: Sequence[RankThread], events: Events, patience: float, *, toge
             if deadline is not None and time.monotonic() > deadline:
                 _interrupt(ranks)
                 return
-            # Its own timeout may wait without limit if this process is held up meanwhile.
-            time.sleep(_NAP)
+            # The timeout of `get` may have no end if this process is held up meanwhile.
+            time.sleep(1e-3)
             continue
         if event is not None:
             event()

@@ -320,10 +320,12 @@ class ReductionLaws:
     ) -> None:
         """Python and NumPy numbers are reduced as arrays without dimensions are."""
         op, numbers = drawn[0], drawn[1].value
-        for call, count in [(comm.allreduce, comm.size), (comm.scan, comm.rank + 1)] * 2:
-            got = call(numbers[comm.rank], op)
-            assert type(got) is type(numbers[comm.rank])
-            check_elements(np.asarray(got), expected([*map(np.asarray, numbers[:count])], op), op)
+        folds = [(comm.allreduce, comm.size), (comm.scan, comm.rank + 1), (comm.exscan, comm.rank)]
+        for call, count in folds * 2:
+            got, rows = call(numbers[comm.rank], op), [*map(np.asarray, numbers[:count])]
+            assert type(got) is (type(numbers[comm.rank]) if rows else type(None))
+            if rows:
+                check_elements(np.asarray(got), expected(rows, op), op)
 
     @law(ranks=1, reduction=reductions())
     def test_one_rank_alone_gets_what_it_gave(
