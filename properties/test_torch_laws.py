@@ -152,7 +152,7 @@ KINDS: Final[dict[str, Callable[[Any], Any]]] = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, eps=0.1, weight_decay=0.1),
     "twice": lambda parameters: Twice(parameters, lr=0.1, momentum=0.9),
 }
-EVENTS = ("nothing", "deepcopy", "copy", *["saved"] * 3, "raised", "grown", "decayed", "frozen")
+EVENTS = ("deepcopy", "copy", *("nothing", "saved") * 3, "raised", "grown", "decayed", "frozen")
 PARTS: Final = ("all", "first", "some", "local", "derived", "argument", "checkpoint", "inner last")
 CHANGES: Final = ("nothing", "clip", "replace", "scale")
 ZEROS: Final = ("none", "in place", "flat", "not at all")
@@ -431,7 +431,9 @@ class Loop:
             if step.end == "step":
                 before = [p.grad for p in self.parameters]
                 self.step()
-                if self.comm and self.kept % self.case.options["accumulate"]:
+                # Else a step reduces more, or adds what compression remembers.
+                ready = mine and not is_local and self.case.options["compression"] in EXACT
+                if self.comm and (ready or self.kept % self.case.options["accumulate"]):
                     assert_same([[p.grad for p in self.parameters]], [before])
         self.seen.append(values_of(self.parameters))
         self.zero(step.zeros)
