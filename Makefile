@@ -90,7 +90,7 @@ openmpi := $(in_python) OMP_NUM_THREADS=1 OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RU
 
 .PHONY: help
 help:
-	@echo 'make demo    train on $(FRAMEWORKS) with 3 ranks (FRAMEWORKS=numpy,jax leaves torch out)'
+	@echo 'make demo    train on $(FRAMEWORKS) with 3 ranks, and compare with one process (FRAMEWORKS=numpy,jax leaves torch out)'
 	@echo 'make test    every test: alone, under MPICH, under Open MPI, and with the built wheel'
 	@echo 'make test-quick    the laws, and a test of each promise, on threads: about a minute'
 	@echo 'make properties EXAMPLES=1000    the laws alone, on as many examples: threads, MPICH, Open MPI'
@@ -109,7 +109,7 @@ help:
 
 .PHONY: demo
 demo: .venv/.stamp-demo $(framework_stamps)
-	.venv/bin/python -m arraycomm demo --frameworks '$(FRAMEWORKS)'
+	.venv/bin/python docs/examples/demo.py --frameworks '$(FRAMEWORKS)'
 
 .PHONY: bench
 bench: .venv/.stamp-base $(framework_stamps)
@@ -300,7 +300,7 @@ distclean: clean
 	@touch $@
 
 %/.stamp-demo: %/.stamp-base
-	@echo "Installing the demonstration's data sets into $(@D)"
+	@echo "Installing the examples' data and progress bar into $(@D)"
 	@$(@D)/bin/python $(pip) 'arraycomm[demo]'
 	@touch $@
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import sys
+import sysconfig
 import tempfile
 import tomllib
 from pathlib import Path
@@ -61,12 +63,21 @@ def compiles() -> bool:
     return True
 
 
+def sources() -> str:
+    """Return the digest of the native part's sources, which is built in: see the file."""
+    build = runpy.run_path(str(ROOT / NATIVE / "build.py"))
+    return str(build["digest"](build["native_sources"](ROOT / NATIVE)))
+
+
 def native_part() -> dict[str, Any]:
     """Return what has setuptools build the native part, unless it is not wanted."""
     from setuptools import Extension
 
     if os.environ.get("ARRAYCOMM_NATIVE") == "0" or not compiles():
         return {}
+    # Python without the GIL has no limited API, and a build for each of its versions.
+    threaded = sysconfig.get_config_var("Py_GIL_DISABLED")
+    limited = [] if threaded else [("Py_LIMITED_API", "0x030B0000")]
     extension = Extension(
         "arraycomm._native.compiled",
         sources=[
@@ -74,6 +85,7 @@ def native_part() -> dict[str, Any]:
             for name in (
                 "module",
                 "chunks",
+                "ending",
                 "exchange",
                 "folds",
                 "leaves",
@@ -88,6 +100,7 @@ def native_part() -> dict[str, Any]:
             f"{NATIVE}/{name}.h"
             for name in (
                 "chunks",
+                "ending",
                 "exchange",
                 "folds",
                 "kernels",
@@ -99,13 +112,13 @@ def native_part() -> dict[str, Any]:
                 "turns",
             )
         ],
-        define_macros=[("Py_LIMITED_API", "0x030B0000")],
+        define_macros=[*limited, ("SOURCES", f'"{sources()}"')],
         extra_compile_args=[*OPTIONS, "-fvisibility=hidden", "-pthread"],
         extra_link_args=["-pthread"],
-        py_limited_api=True,
+        py_limited_api=bool(limited),
         optional=True,
     )
-    options = {"bdist_wheel": {"py_limited_api": "cp311"}}
+    options = {"bdist_wheel": {"py_limited_api": "cp311"}} if limited else {}
     return {"ext_modules": [extension], "options": options}
 
 

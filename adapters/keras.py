@@ -5,8 +5,12 @@ Works in `fit` and in loops of one's own, with JAX, PyTorch and NumPy as Keras's
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
+from itertools import chain
 from typing import Any, Final
 
 import keras
@@ -17,7 +21,8 @@ from arraycomm._training.comparison.verification import Inputs, plain
 __all__ = ["DistributedOptimizer", "synchronize"]
 
 _BACKENDS: Final = ("jax", "torch", "numpy")
-_REDUCE: Final = "_arraycomm_reduce"
+_STEP: Final = "_arraycomm_step"
+_NO_SCOPE: Final = nullcontext()
 
 # Reduces the gradients of an optimizer's step, given its variables as well; tells whether they are
 # to be applied.
@@ -31,8 +36,11 @@ def check(optimizer: Any) -> None:
             "DistributedOptimizer: optimizer must be a keras.optimizers.Optimizer; "
             f"got {type(optimizer).__name__}"
         )
-    if _REDUCE in vars(optimizer):
-        raise ValueError("DistributedOptimizer: this optimizer is distributed already")
+    if any(_STEP in vars(part) for part in _parts(optimizer)):
+        raise ValueError(
+            "DistributedOptimizer: this optimizer, or one inside it, is distributed already; pass "
+            "the outermost one, made of plain ones"
+        )
     backend = keras.backend.backend()
     if backend not in _BACKENDS:
         raise TypeError(
@@ -54,11 +62,110 @@ def distribute(optimizer: Any, gradients: Any) -> Any:
             'DistributedOptimizer: compression must be "bfloat16", "float16" or None with Keras, '
             "whose optimizers keep no state of a compression; got an object"
         )
-    # Not a variable that Keras should find and save.
-    object.__setattr__(optimizer, _REDUCE, _reduction(optimizer, gradients))
-    kind: Any = type(optimizer)
-    optimizer.__class__ = _reducing(kind)
+    step = _Step(gradients, _reduction(optimizer, gradients))
+    for part in _parts(optimizer):
+        # Not a variable that Keras should find and save.
+        object.__setattr__(part, _STEP, step)
+        kind: Any = type(part)
+        part.__class__ = _reducing(kind)
     return optimizer
+
+
+def _parts(optimizer: Any) -> list[Any]:
+    """Return an optimizer, and those inside it, as in a `LossScaleOptimizer`."""
+    found = [optimizer]
+    # It grows.
+    for holder in found:
+        for value in vars(holder).values():
+            values = value.values() if isinstance(value, dict) else value
+            for part in values if isinstance(value, dict | list | tuple) else [value]:
+                is_one = isinstance(part, keras.optimizers.Optimizer)
+                if is_one and all(part is not other for other in found):
+                    found.append(part)
+    return found
+
+
+class _Step:
+    """The step of an optimizer, whose gradients are reduced once: by the outermost call.
+
+    What is called inside, such as the optimizer that a `LossScaleOptimizer` holds, gets reduced
+    gradients, and so does what decides whether it is called.
+    """
+
+    def __init__(self, gradients: Any, reduce: _Reduce) -> None:
+        self._gradients, self._reduce = gradients, reduce
+        self._is_reduced = False
+
+    def take(
+        self,
+        optimizer: Any,
+        grads: Any,
+        variables: Any,
+        apply: Callable[[Any], Any],
+        *,
+        instead: Any = None,
+        scope: AbstractContextManager[Any] = _NO_SCOPE,
+    ) -> Any:
+        """Apply reduced gradients, or return `instead` if they are not to be applied.
+
+        In `scope` the variables have the values that the step begins with.
+        """
+        if self._is_reduced:
+            return apply(grads)
+        known = variables or optimizer._trainable_variables
+        try:
+            _check_outermost()
+            _check_variables(known)
+        except TypeError as error:
+            self._gradients.fail(error)
+        with scope:
+            applies, reduced = self._reduce(optimizer, list(grads), known)
+        if not applies:
+            return instead
+        self._is_reduced = True
+        try:
+            with self._gradients.taking_step():
+                return apply(reduced)
+        finally:
+            self._is_reduced = False
+
+    def check_reduced(self) -> None:
+        """Raise on all ranks outside of a step."""
+        if not self._is_reduced:
+            self._gradients.fail(
+                TypeError(
+                    "DistributedOptimizer: update_step would apply this rank's own gradient; call "
+                    "apply(grads, variables), which reduces gradients first"
+                )
+            )
+
+
+def _check_outermost() -> None:
+    """Raise inside the step of an optimizer that is not distributed, unless it only divides."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        # Of methods only: a look at a frame's variables keeps them alive.
+        is_method = frame.f_code.co_varnames[:1] == ("self",)
+        around = frame.f_locals.get("self") if is_method else None
+        if isinstance(around, keras.optimizers.Optimizer) and not (
+            _STEP in vars(around) or isinstance(around, keras.optimizers.MultiOptimizer)
+        ):
+            name = type(around).__name__
+            raise TypeError(
+                f"DistributedOptimizer: {name} around a distributed optimizer would decide from "
+                f"this rank's own gradients; put it inside: DistributedOptimizer({name}(...))"
+            )
+        frame = frame.f_back
+
+
+def _check_variables(variables: list[Any]) -> None:
+    for variable in variables:
+        if getattr(variable, "overwrite_with_gradient", False):
+            raise TypeError(
+                f"DistributedOptimizer: {variable.path} is set to its gradient, as the scales of "
+                "float8 are, of which a mean over ranks is wrong; leave the layer in float32, "
+                "float16 or bfloat16"
+            )
 
 
 def _reduction(optimizer: Any, gradients: Any) -> _Reduce:
@@ -68,12 +175,9 @@ def _reduction(optimizer: Any, gradients: Any) -> _Reduce:
 
     def reduce(optimizer: Any, grads: list[Any], variables: Any) -> tuple[bool, list[Any]]:
         gradients.place = _place(optimizer)
-        numbers = [
-            (v.path, keras.ops.convert_to_numpy(v).item())
-            for v in optimizer.variables
-            if not v.shape
-        ]
-        parameters, state = partial(_values, variables), partial(_values, optimizer.variables)
+        known = _named(optimizer.variables)
+        numbers = [(name, keras.ops.convert_to_numpy(v).item()) for name, v in known if not v.shape]
+        parameters, state = partial(_values, _named(variables)), partial(_values, known)
         inputs = Inputs((), parameters, state, constants, numbers)
         reduced: tuple[bool, list[Any]] = gradients.add(grads, None, lambda: inputs)
         return reduced
@@ -92,11 +196,10 @@ def _reduction_in_jax(gradients: Any, constants: Any) -> _Reduce:
         # A program is the same for all steps; there the reductions themselves are numbered.
         gradients.place = () if is_traced(grads) else _place(optimizer)
         inputs = {
-            "params": {v.path: v.value for v in variables},
-            "state": {v.path: v.value for v in optimizer.variables},
+            "params": {name: v.value for name, v in _named(variables)},
+            "state": {name: v.value for name, v in _named(optimizer.variables)},
         }
-        _, reduced = updates.reduce_step(grads, inputs)
-        return True, reduced
+        return updates.reduce_step(grads, inputs)
 
     return reduce
 
@@ -117,9 +220,19 @@ def _plain(config: Any, name: str) -> Iterator[tuple[str, Any]]:
             yield f"{name}{key}", value
 
 
+def _named(variables: Any) -> list[tuple[str, Any]]:
+    return [(_name(number, v.path), v) for number, v in enumerate(variables)]
+
+
+@cache
+def _name(number: int, path: str) -> str:
+    """Return a variable's name without the numbers that tell how many layers this rank has made."""
+    return f"{number}: {re.sub(r'_[0-9]+', '', path)}"
+
+
 def _values(variables: Any) -> list[tuple[str, Any]]:
-    """Return the values of variables with their names."""
-    return [(v.path, keras.ops.convert_to_numpy(v)) for v in variables]
+    """Return the values of named variables."""
+    return [(name, keras.ops.convert_to_numpy(v)) for name, v in variables]
 
 
 def _place(optimizer: Any) -> tuple[tuple[str, int], ...]:
@@ -135,15 +248,46 @@ def _reducing(kind: Any) -> Any:
     It has the same name, under which Keras saves it: a model that is loaded has a plain optimizer.
     """
 
-    def apply(self: Any, grads: Any, trainable_variables: Any = None) -> None:
+    def apply(self: Any, grads: Any, trainable_variables: Any = None, **options: Any) -> Any:
         """Reduce the gradients over all ranks, and apply the result; collective."""
-        variables = trainable_variables or []
-        applies, reduced = vars(self)[_REDUCE](self, list(grads), variables)
-        if applies:
-            kind.apply(self, reduced, trainable_variables)
+        variables = None if trainable_variables is None else list(trainable_variables)
 
-    namespace = {
-        "apply": apply,
+        def rest(reduced: Any) -> Any:
+            return kind.apply(self, reduced, variables, **options)
+
+        return vars(self)[_STEP].take(self, grads, variables, rest)
+
+    def apply_gradients(self: Any, grads_and_vars: Any, **options: Any) -> Any:
+        """Reduce the gradients over all ranks, and apply the result; collective."""
+        grads, variables = zip(*grads_and_vars, strict=True)
+
+        def rest(reduced: Any) -> Any:
+            return kind.apply_gradients(self, zip(reduced, variables, strict=True), **options)
+
+        step = vars(self)[_STEP]
+        return step.take(self, grads, variables, rest, instead=self.iterations)
+
+    def stateless_apply(
+        self: Any, optimizer_variables: Any, grads: Any, trainable_variables: Any
+    ) -> Any:
+        """Reduce the gradients over all ranks, and return what applying the result gives."""
+
+        def rest(reduced: Any) -> Any:
+            return kind.stateless_apply(self, optimizer_variables, reduced, trainable_variables)
+
+        values = trainable_variables, optimizer_variables
+        pairs = map(zip, (self._trainable_variables, self.variables), values)
+        scope = keras.StatelessScope(state_mapping=list(chain.from_iterable(pairs)))
+        step = vars(self)[_STEP]
+        return step.take(self, grads, None, rest, instead=values, scope=scope)
+
+    def update_step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Update one variable in a step whose gradients are reduced."""
+        vars(self)[_STEP].check_reduced()
+        return kind.update_step(self, *args, **kwargs)
+
+    methods = apply, apply_gradients, stateless_apply, update_step
+    namespace = {method.__name__: method for method in methods} | {
         "__module__": kind.__module__,
         "__qualname__": kind.__qualname__,
         "__doc__": kind.__doc__,

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 from typing import TYPE_CHECKING, Any
+
+if sys.platform == "win32":
+    raise ImportError(
+        "arraycomm needs Linux or macOS; got Windows, which has no forks, POSIX signals or files "
+        "that processes share as they do; run Python in WSL 2, which is a Linux"
+    )
 
 from arraycomm._arrays.exchange import exchange
 from arraycomm._calls.custom_ops import op
@@ -26,21 +33,19 @@ from arraycomm._errors import (
 from arraycomm._explain import explain
 from arraycomm._functions import allreduce_gradients, allreduce_tree, synchronize
 from arraycomm._messages.matching import ANY_SOURCE, ANY_TAG, PROC_NULL, Status
-from arraycomm._mpi_start import installed_version
+from arraycomm._native.build import installed_version
 from arraycomm._println import println
 from arraycomm._session import borrow, finalize, init, is_initialized, world
 from arraycomm._together import raise_together
 from arraycomm._trees.plan import Plan
 
 if TYPE_CHECKING:
-    from arraycomm._programs.logs import RankFilter
     from arraycomm._training.batches.data import DistributedDataContainer
     from arraycomm._training.comparison.sameness import raise_on_difference
     from arraycomm._training.compressed.compression import Compression
     from arraycomm._training.compressed.feedback import ErrorFeedback
     from arraycomm._training.join import Join, join
     from arraycomm._training.metrics import mean_metrics
-    from arraycomm._training.nans import raise_on_nan
     from arraycomm._training.optimizer import DistributedOptimizer
     from arraycomm.cli.processes.launch import launch
 
@@ -53,12 +58,16 @@ _ON_FIRST_USE = {
     "DistributedOptimizer": "arraycomm._training.optimizer",
     "ErrorFeedback": "arraycomm._training.compressed.feedback",
     "Join": "arraycomm._training.join",
-    "RankFilter": "arraycomm._programs.logs",
     "join": "arraycomm._training.join",
     "launch": "arraycomm.cli.processes.launch",
     "mean_metrics": "arraycomm._training.metrics",
     "raise_on_difference": "arraycomm._training.comparison.sameness",
-    "raise_on_nan": "arraycomm._training.nans",
+}
+
+# What earlier versions had, and where a few lines do it.
+_REMOVED = {
+    "RankFilter": "'Logs' in docs/running.md",
+    "raise_on_nan": "'Where a NaN comes from' in docs/training.md",
 }
 
 __all__ = [
@@ -82,7 +91,6 @@ __all__ = [
     "NotInitializedError",
     "PeerError",
     "Plan",
-    "RankFilter",
     "Request",
     "Status",
     "TransportError",
@@ -100,7 +108,6 @@ __all__ = [
     "op",
     "println",
     "raise_on_difference",
-    "raise_on_nan",
     "raise_together",
     "synchronize",
     "waitall",
@@ -125,6 +132,8 @@ if not os.path.isdir(os.path.join(__path__[0], "adapters")) and all(
 def __getattr__(name: str) -> Any:
     if name == "__version__":
         return installed_version()
+    if name in _REMOVED:
+        raise AttributeError(f"arraycomm.{name} was removed; see {_REMOVED[name]}")
     if name not in _ON_FIRST_USE:
         raise AttributeError(f"module 'arraycomm' has no attribute {name!r}")
     value = globals()[name] = getattr(importlib.import_module(_ON_FIRST_USE[name]), name)

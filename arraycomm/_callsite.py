@@ -21,7 +21,7 @@ _OURS: Final = (
 )
 # The conformance suite and the programs of the command line are part of the library, but call it as
 # users do.
-_USERS: Final = (("testing", "conformance"), ("cli", "demo"), ("cli", "bench"))
+_USERS: Final = (("testing", "conformance"), ("cli", "bench"))
 _USERS_FILES: Final = tuple(
     os.path.join(os.path.dirname(__file__), *names) + os.sep for names in _USERS
 )
@@ -57,7 +57,8 @@ _MACHINERY: Final = frozenset(
 _BETWEEN: Final = tuple(f"{os.sep}{name}.py" for name in ("contextlib", "functools", "threading"))
 _RAISE: Final = (opmap["RAISE_VARARGS"], opmap["RERAISE"])
 
-_packages: dict[str, str] = {}
+_INSIDE: Final = _FRAMEWORKS | _MACHINERY
+_packages: dict[object, str] = {}
 
 
 def is_ours(filename: str) -> bool:
@@ -65,17 +66,20 @@ def is_ours(filename: str) -> bool:
     return filename.startswith(_OURS) and not filename.startswith(_USERS_FILES)
 
 
-def call_site() -> str:
+def call_site(inside: int = 1) -> str:
     """Return `file.py:line` of the innermost frame outside the library and the frameworks.
 
     A thread of a framework or of a pool may have none: then it is the framework's outermost frame,
-    or the thread's name.
+    or the thread's name. The first `inside` frames are known to be the library's.
     """
-    frame: FrameType | None = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(inside)
     outermost = None
     while frame is not None:
-        package = _package(frame)
-        if package not in _FRAMEWORKS and package not in _MACHINERY:
+        module = frame.f_globals.get("__name__")
+        package = _packages.get(module)
+        if package is None:
+            package = _add_package(module)
+        if package not in _INSIDE:
             return _line(frame)
         if package in _FRAMEWORKS and package != "arraycomm":
             outermost = frame
@@ -84,17 +88,15 @@ def call_site() -> str:
 
 
 def _line(frame: FrameType) -> str:
-    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+    return f"{frame.f_code.co_filename.rpartition(os.sep)[2]}:{frame.f_lineno}"
 
 
-def _package(frame: FrameType) -> str:
-    """Return the first part of a frame's module name; an empty string if that is a user's."""
-    module = frame.f_globals.get("__name__")
-    found = _packages.get(module) if isinstance(module, str) else ""
-    if found is None:
-        assert isinstance(module, str)
-        users = module.startswith(_USERS_MODULES)
-        found = _packages[module] = "" if users else module.partition(".")[0]
+def _add_package(module: object) -> str:
+    """Return the first part of a module's name; an empty string if that is a user's."""
+    if not isinstance(module, str):
+        return ""
+    users = module.startswith(_USERS_MODULES)
+    found = _packages[module] = "" if users else module.partition(".")[0]
     return found
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, Final, Self, overload
+from typing import TYPE_CHECKING, Any, Final, Self, overload
 
 import numpy as np
 
@@ -12,8 +12,7 @@ from arraycomm._arrays.typing import ArrayT, DTypeT, NewShape, ReceivedT, Rows, 
 from arraycomm._calls.custom_ops import Op
 from arraycomm._calls.runner import Runner
 from arraycomm._callsite import trim
-from arraycomm._collectives import groups
-from arraycomm._collectives.fast_path import remember
+from arraycomm._collectives import fast_path, groups
 from arraycomm._collectives.grid import GridCalls, Layout, MakeGrid
 from arraycomm._collectives.groups import Barrier
 from arraycomm._collectives.located import Maxloc, Minloc
@@ -22,9 +21,8 @@ from arraycomm._collectives.nonblocking import NonblockingCalls
 from arraycomm._collectives.objects import AllgatherObject, BcastObject, GatherObject
 from arraycomm._collectives.reductions import Allreduce, Reduce, ReduceScatter
 from arraycomm._collectives.scans import Exscan, Scan
-from arraycomm._collectives.shared_arrays import MakesSharedArrays
 from arraycomm._collectives.uneven_calls import UnevenCalls
-from arraycomm._entries import entries, entry, hide_from_torch
+from arraycomm._entries import entries, entry, hide_from_torch, refuse_removed
 from arraycomm._messages.calls import MessageCalls
 from arraycomm._messages.messages import Messenger
 from arraycomm._mpi_start import Arguments, open_over_mpi
@@ -37,7 +35,7 @@ from arraycomm._trees.plan import MakePlan, Plan
 
 # What calls the runner costs nothing more: it trims errors itself.
 @entries(trimmed=True)
-class Communicator(NonblockingCalls, UnevenCalls, MessageCalls, Traceable, MakesSharedArrays):
+class Communicator(NonblockingCalls, UnevenCalls, MessageCalls, Traceable):
     """A group of ranks that communicate.
 
     Made by `arraycomm.init`, `split`, `dup` and `from_mpi`. All ranks of the group call every
@@ -73,12 +71,15 @@ class Communicator(NonblockingCalls, UnevenCalls, MessageCalls, Traceable, Makes
         group = runner.group
         self._runner = runner
         self._messenger = Messenger(runner)
-        self._find, self._again = runner.fast_paths.find, runner.fast_paths.again
+        self._again = runner.fast_paths.again
         self._trees = TreeMemory(group)
         self.rank, self.size = group.rank, group.size
         self.local_rank = group.transport.local_rank
         self.local_size = group.transport.local_size
         self.backend = group.backend
+
+    if not TYPE_CHECKING:  # which would take any name to be an attribute
+        __getattr__ = refuse_removed
 
     # The life of a communicator
 
@@ -288,23 +289,7 @@ class Communicator(NonblockingCalls, UnevenCalls, MessageCalls, Traceable, Makes
         except BaseException as error:
             trim(error)
             raise
-        try:
-            # A fast path waits as long as the communicator's timeout says.
-            key = (type(x), op, x.dtype, x.shape)  # type: ignore[attr-defined]
-            fast = self._find(key) if timeout is None else None
-        except Exception:
-            # The full call checks x, and lets the other ranks know of an error.
-            fast = None
-        try:
-            if fast is not None and (result := fast(x, out)) is not None:
-                return result
-        except BaseException as error:
-            trim(error)
-            raise
-        result = self._runner.call_within(timeout, Allreduce, x, op, out)
-        if fast is None and isinstance(op, str):
-            remember(self._runner, x, op)
-        return result
+        return fast_path.call(self._runner, timeout, Allreduce, x, (op,), out)
 
     def reduce(
         self,
@@ -333,7 +318,7 @@ class Communicator(NonblockingCalls, UnevenCalls, MessageCalls, Traceable, Makes
         array, shape S, or None
             An array like `x` on `root`, None on the other ranks.
         """
-        return self._runner.call_within(timeout, Reduce, x, op, root, out)
+        return fast_path.call(self._runner, timeout, Reduce, x, (op, root), out)
 
     def bcast(
         self,
@@ -365,7 +350,7 @@ class Communicator(NonblockingCalls, UnevenCalls, MessageCalls, Traceable, Makes
             nor `like` gets one of the framework of `root`, on the host, if that framework is loaded
             there, has the dtype, and the array of `root` is on the host; else NumPy's.
         """
-        return self._runner.call_within(timeout, Bcast, x, root, like, out)
+        return fast_path.call(self._runner, timeout, Bcast, x, (root, like), out)
 
     @overload
     def allgather(
@@ -390,7 +375,7 @@ class Communicator(NonblockingCalls, UnevenCalls, MessageCalls, Traceable, Makes
         array, shape (size, *S)
             Row r is the array of rank r. (A Python number gives a NumPy array.)
         """
-        return self._runner.call_within(timeout, Allgather, x, out)
+        return fast_path.call(self._runner, timeout, Allgather, x, (), out)
 
     @overload
     def gather(
@@ -419,7 +404,7 @@ class Communicator(NonblockingCalls, UnevenCalls, MessageCalls, Traceable, Makes
         array, shape (size, *S), or None
             On `root`, row r is the array of rank r; None on the other ranks.
         """
-        return self._runner.call_within(timeout, Gather, x, root, out)
+        return fast_path.call(self._runner, timeout, Gather, x, (root,), out)
 
     @overload
     def scatter(
@@ -468,7 +453,7 @@ class Communicator(NonblockingCalls, UnevenCalls, MessageCalls, Traceable, Makes
         array, shape S
             Row r of the array, on rank r.
         """
-        return self._runner.call_within(timeout, Scatter, x, root, like, out)
+        return fast_path.call(self._runner, timeout, Scatter, x, (root, like), out)
 
     @overload
     def reduce_scatter(
@@ -519,7 +504,7 @@ class Communicator(NonblockingCalls, UnevenCalls, MessageCalls, Traceable, Makes
             on rank 0, the next counts[1] on rank 1, and so on. Sends about the array's bytes a
             rank.
         """
-        return self._runner.call_within(timeout, ReduceScatter, x, op, counts, out)
+        return fast_path.call(self._runner, timeout, ReduceScatter, x, (op, counts), out)
 
     def alltoall(
         self, x: ArrayT, *, out: ArrayT | None = None, timeout: float | None = None
@@ -538,7 +523,7 @@ class Communicator(NonblockingCalls, UnevenCalls, MessageCalls, Traceable, Makes
         array, shape (size, *S)
             Row r is what rank r had in the row of this rank.
         """
-        return self._runner.call_within(timeout, Alltoall, x, out)
+        return fast_path.call(self._runner, timeout, Alltoall, x, (), out)
 
     def scan(
         self,
@@ -564,7 +549,7 @@ class Communicator(NonblockingCalls, UnevenCalls, MessageCalls, Traceable, Makes
         array, shape S
             The fold of the arrays of ranks 0 to r, on rank r. Sends about twice the array's bytes.
         """
-        return self._runner.call_within(timeout, Scan, x, op, out)
+        return fast_path.call(self._runner, timeout, Scan, x, (op,), out)
 
     def exscan(
         self,
@@ -578,7 +563,7 @@ class Communicator(NonblockingCalls, UnevenCalls, MessageCalls, Traceable, Makes
 
         Parameters and result are those of `scan`, with the arrays of ranks 0 to r − 1 on rank r.
         """
-        return self._runner.call_within(timeout, Exscan, x, op, out)
+        return fast_path.call(self._runner, timeout, Exscan, x, (op,), out)
 
     def maxloc(self, x: ArrayT, *, timeout: float | None = None) -> tuple[ArrayT, ArrayT]:
         """Return the largest elements of all ranks' arrays, and on which ranks they are.
@@ -603,7 +588,7 @@ class Communicator(NonblockingCalls, UnevenCalls, MessageCalls, Traceable, Makes
 
     def barrier(self, *, timeout: float | None = None) -> None:
         """Wait until every rank has called."""
-        self._runner.call_within(timeout, Barrier)
+        fast_path.call(self._runner, timeout, Barrier)
 
     def bcast_object(
         self, obj: T | None = None, root: int = 0, *, timeout: float | None = None

@@ -118,7 +118,8 @@ def check_movable(dtype: DType) -> None:
             "use bcast_object or allgather_object"
         )
     names = ", ".join(BY_NAME)
-    long = ", a long double to float64 or complex128" if dtype.char in "gG" else ""
+    is_long = dtype in (np.longdouble, np.clongdouble)
+    long = ", a long double to float64 or complex128" if is_long else ""
     raise TypeError(f"dtype {dtype} is not supported; cast to one of {names}{long}")
 
 

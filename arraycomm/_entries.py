@@ -6,7 +6,7 @@ import functools
 import sys
 from collections.abc import Callable
 from types import CodeType, FunctionType
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final, NoReturn, TypeVar, cast
 
 from arraycomm._callsite import trim
 
@@ -15,6 +15,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 # Methods that Python calls for the user, and that may communicate or raise.
 _SPECIAL: Final = ("__init__", "__call__", "__enter__", "__exit__", "__iter__", "__getitem__")
+# What communicators had in earlier versions, and what to do instead.
+_REMOVED: Final = {"empty": "make the array by its own library, as in numpy.empty(shape, dtype)"}
 
 # The code of what users call, as far as torch has not been told of it.
 _codes: list[CodeType] = []
@@ -54,16 +56,38 @@ def entries(*, trimmed: bool = False) -> Callable[[C], C]:
     return decorate
 
 
+def refuse_removed(communicator: object, name: str) -> NoReturn:
+    """Raise for an attribute that communicators do not have, and say so of one that they had."""
+    said = f"{type(communicator).__name__!r} object has no attribute {name!r}"
+    if name in _REMOVED:
+        said = f"Communicator.{name} was removed; {_REMOVED[name]}"
+    raise AttributeError(said, name=name, obj=communicator)
+
+
+def untraced(cls: C) -> C:
+    """Make all methods and properties of a class opaque, for torch itself calls them."""
+    for member in vars(cls).values():
+        function = member.fget if isinstance(member, property) else member
+        if isinstance(function, FunctionType):
+            opaque(function)
+    return cls
+
+
 def publish(value: Any) -> None:
     """Let a class or function say that it is the package's, in errors and to pickle."""
     value.__module__ = "arraycomm"
 
 
 def opaque(function: F) -> F:
-    """Have `torch.compile` end its graph at calls of a function, which it would else trace into."""
-    reason = "arraycomm communicates, which is no part of a graph"
-    vars(function).update(_torchdynamo_disable=True, _torchdynamo_disable_msg=reason)
+    """Have `torch.compile` neither trace into a function nor compile it when it is called."""
     _codes.append(cast(FunctionType, function).__code__)
+    return leave_to_python(function)
+
+
+def leave_to_python(function: F) -> F:
+    """Have `torch.compile` end its graph at calls of a function, which it would else trace into."""
+    reason = "communication is no part of a graph"
+    vars(function).update(_torchdynamo_disable=True, _torchdynamo_disable_msg=reason)
     return function
 
 

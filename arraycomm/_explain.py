@@ -8,7 +8,6 @@ from typing import Any, Final
 
 from arraycomm._arrays.views import view
 from arraycomm._calls.custom_ops import Op
-from arraycomm._collectives import shared_arrays
 from arraycomm._communicator import Communicator, runner_of
 from arraycomm._cuda.arrays import device_view, on_cuda
 from arraycomm._cuda.devices import Devices
@@ -32,8 +31,6 @@ _IN_WORDS: Final = {
     "total of those before, and the result goes back",
     Algorithm.SEGMENT: "chunk by chunk through memory that the ranks share, from where they fold "
     "them",
-    Algorithm.SHARED: "nothing is sent or copied: each rank folds straight out of the memory of "
-    "all ranks, which they share",
     Algorithm.FUNCTION: "one rank gathers all ranks' elements, folds them by the function, "
     "and sends the result; of large arrays each rank folds a slice if the function is elementwise",
     Algorithm.NATIVE: "the transport reduces by its own means, in an order that does not show",
@@ -54,8 +51,7 @@ class Explanation:
         What moves the elements: "self", "threads", "mpi", "nccl", or "staged": MPI, over copies in
         pinned memory.
     algorithm : str
-        "local", "header", "gather", "slices", "chain", "segment", "shared", "native" or
-        "function".
+        "local", "header", "gather", "slices", "chain", "segment", "native" or "function".
     copies : int
         Copies that are made of the array before it is sent: 0 if its own memory can be used.
     sent : int
@@ -124,10 +120,6 @@ def _explanation(comm: Communicator, x: Any, op: str | Op) -> Explanation:
     algorithm = select(link, op, source.dtype, nbytes)
     if algorithm is Algorithm.SEGMENT and compiled is None:
         algorithm = without_segment(link, nbytes)
-    inline = algorithm in (Algorithm.LOCAL, Algorithm.HEADER)
-    on_host = device_link is None and not isinstance(op, Op)
-    if on_host and not inline and shared_arrays.holds(link, source.array):
-        algorithm = Algorithm.SHARED
     strided = nbytes > 0 and device_link is None and not source.array.flags.c_contiguous
     return Explanation(
         array=f"{name_of(source.dtype)} {source.shape} ({type(x).__module__.partition('.')[0]})",
@@ -147,7 +139,7 @@ def _sent(algorithm: Algorithm, nbytes: int, dtype: DType, group: Group) -> int:
         case Algorithm.CHAIN if chain is not None:
             wide = total_dtype(dtype).itemsize // dtype.itemsize
             return nbytes // chain.lanes * ((chain.after >= 0) * wide + (chain.before >= 0))
-        case Algorithm.LOCAL | Algorithm.SHARED:
+        case Algorithm.LOCAL:
             return 0
         case Algorithm.SLICES | Algorithm.NATIVE:
             return 2 * nbytes * (size - 1) // size
@@ -159,11 +151,6 @@ def _notes(
     group: Group, algorithm: Algorithm, x: Any, link: DeviceLink | None, reason: str
 ) -> list[str]:
     notes = list[str]()
-    if algorithm is Algorithm.SHARED:
-        notes.append(
-            "x is in memory of comm.empty: this holds if all ranks pass the same part of it, and "
-            "an out in such memory; else ranks reduce it as other arrays"
-        )
     if on_cuda(x) and link is None:
         notes.append(f"by way of host memory, with a copy each way: {reason}")
     if link is not None and link.name == "staged":

@@ -24,7 +24,8 @@ def allreduce_tree(
     Parameters
     ----------
     tree : pytree of arrays and Python numbers
-        The same structure, shapes and dtypes on every rank; frameworks may differ. None stays None;
+        The same structure, shapes and dtypes on every rank; frameworks may differ. What containers
+        hold besides leaves, such as static fields, is part of the structure. None stays None;
         functions, classes and random generators stay as they are.
     op : str
         As for `Communicator.allreduce`.
@@ -47,7 +48,7 @@ def allreduce_tree(
     MismatchError
         Trees differ between ranks; the message names the path of the first difference.
     TypeError
-        A leaf cannot be reduced; the message names its path.
+        A leaf or a container cannot be reduced; the message names its path.
 
     Notes
     -----
@@ -123,7 +124,8 @@ def synchronize(
     ----------
     tree : pytree, torch object, or None
         Arrays, numbers, strings, bytes and enums take the values of `root` and keep the type they
-        have here; None, functions and random generators stay as they are. Objects of torch in the
+        have here, and so does what containers hold besides leaves, such as static fields; None,
+        functions and random generators stay as they are. Objects of torch in the
         tree are changed in place: modules (parameters, all buffers, and what `get_extra_state`
         returns), optimizers, learning-rate schedulers and `torch.amp.GradScaler`. Of these, `root`
         alone may have a state, for example from a checkpoint. A rank other than `root` may pass

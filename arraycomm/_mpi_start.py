@@ -6,8 +6,6 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
-from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from arraycomm._calls.operation import Context
@@ -19,9 +17,11 @@ from arraycomm._cuda.devices import Devices
 from arraycomm._errors import BackendUnavailableError, MismatchError, text_of
 from arraycomm._launch import ADDRESS, SRUN, Launch, detect
 from arraycomm._launch.library import MPICH, family_of
-from arraycomm._launch.probe import in_short
+from arraycomm._launch.probe import hidden, in_short
+from arraycomm._native.build import build, seen
 from arraycomm._protocol.agreement import Agreement
 from arraycomm._protocol.details import Detail, Failure, Nothing
+from arraycomm._protocol.ends.containers import about_memory, prepare_mpi, refuse_apart
 from arraycomm._protocol.ends.exit import add_root, refuse_forked_child, watch_exit
 from arraycomm._protocol.ends.meeting import begin_mpi, finish, meet, ranks_here, seconds_of
 from arraycomm._protocol.group import Group, Options
@@ -94,16 +94,18 @@ def mpi_transport(timeout: float) -> Callable[[Any], Transport]:
     try:
         module = sys.modules.get("mpi4py.MPI")
         if module is None:
-            check_room(os.environ)
+            check_room(os.environ, ranks_here)
         if module is None or not module.Is_initialized():
+            prepare_mpi(os.environ)
             begin_mpi(timeout)
         from arraycomm._transports.mpi.transport import MPITransport
     except BackendUnavailableError:
         raise
     except (ImportError, RuntimeError) as error:
         raise BackendUnavailableError(
-            f"init: no MPI could be loaded ({in_short(str(error))}); install one beside mpi4py, "
-            f"for example with: pip install mpich{_under_srun(detect(os.environ), MPICH)}"
+            f"init: no MPI could be loaded ({in_short(str(error))}{hidden()}); install one beside "
+            "mpi4py, for example with: pip install "
+            f"mpich{_under_srun(detect(os.environ), MPICH)}"
         ) from error
     from mpi4py import MPI
 
@@ -151,7 +153,9 @@ def open_over_mpi(mpi_comm: Any, arguments: Arguments) -> Opened:
     """
     refuse_forked_child("init")
     timeout = seconds_of(arguments.timeout)
-    make = mpi_transport(timeout)
+    make, sight = mpi_transport(timeout), seen()
+    from mpi4py import MPI
+
     _check_kind(mpi_comm)
     watch_exit()
     what = "init" if arguments.over_world else "from_mpi"
@@ -159,10 +163,10 @@ def open_over_mpi(mpi_comm: Any, arguments: Arguments) -> Opened:
     own, request = mpi_comm.Idup()
     finish(request, what, timeout)
     # Texts, which any version can read.
-    if len(set(own.allgather(code_digest()))) > 1:
-        version = f"{installed_version()} in {os.path.dirname(__file__)} (code {code_digest()})"
-        refuse_different(own.allgather(version))
+    refuse_different(sight, lambda _, text: own.allgather(text))
     transport = make(own)
+    if family_of(MPI.get_vendor()[0]) == MPICH:
+        refuse_apart(own.allgather(about_memory(os.environ)), transport.nodes())
     try:
         options, request = _checked_by_all(own, arguments, transport)
     except Exception:
@@ -196,32 +200,30 @@ def _check_kind(mpi_comm: Any) -> None:
         )
 
 
-def refuse_different(versions: Sequence[str]) -> None:
-    """Raise if the ranks' versions differ: they would misread one another's headers."""
-    if len(set(versions)) > 1:
+def refuse_different(sight: str, tell: Callable[[str, str], Sequence[str]]) -> None:
+    """Raise on every rank if their builds differ: they would misread one another's headers.
+
+    `sight` is what this rank has seen of its own. `tell(name, text)` returns the texts of this name
+    of all ranks.
+    """
+    if len(set(tell("version", sight))) == 1 and len(set(sight.split()[1:])) < 2:
+        return
+    # What another version says has one line.
+    said = tell("build", "\n".join(build()))
+    builds = [(*text.split("\n"), "", "", "")[:4] for text in said]
+    natives = {digest for _, _, *digests in builds for digest in digests if digest}
+    if len({code for _, code, *_ in builds}) > 1 or len(natives) > 1:
         raise MismatchError(
-            f"init: ranks run different versions of arraycomm: {by_ranks(versions)}; install the "
-            "same version for all ranks, and start the program again"
+            "init: ranks run different versions of arraycomm, or a C part of other sources: "
+            f"{by_ranks([_said(*one) for one in builds])}; install the same version for all ranks, "
+            "build the C part again (pip install -e .) or set ARRAYCOMM_NATIVE=0, and start the "
+            "program again"
         )
 
 
-def code_digest() -> str:
-    """Return a digest of the code that decides what ranks send one another."""
-    found = blake2b(digest_size=6)
-    for path in sorted(Path(__file__).parent.glob("_*/**/*.py")):
-        found.update(path.read_bytes())
-    return found.hexdigest()
-
-
-def installed_version() -> str:
-    """Return the version of this package, also of one that is not installed."""
-    # Takes long to import.
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("arraycomm")
-    except PackageNotFoundError:
-        return "0+unknown"
+def _said(place: str, code: str, built_from: str, sources: str) -> str:
+    here = f", whose sources there are {sources}" if sources not in ("", built_from) else ""
+    return f"{place} (code {code}, C part {built_from or 'none'}{here})"
 
 
 def _checked_by_all(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import socket
+import tempfile
 from dataclasses import replace
 from typing import Protocol
 
@@ -12,13 +14,14 @@ from arraycomm._cuda.device import DeviceRequest
 from arraycomm._errors import BackendUnavailableError, text_of
 from arraycomm._launch.joining import join
 from arraycomm._launch.numbering import Numbering, without_mpi
-from arraycomm._mpi_start import Arguments, Opened, code_digest, open_root, refuse_different
+from arraycomm._launch.places import host, namespaces
+from arraycomm._mpi_start import Arguments, Opened, open_root, refuse_different
+from arraycomm._native.build import seen
 from arraycomm._protocol.details import Detail, Failure, Nothing
 from arraycomm._protocol.ends.exit import refuse_forked_child, watch_exit
 from arraycomm._protocol.group import Options
-from arraycomm._protocol.mismatch import peer_error
-from arraycomm._transports.processes.lives import find_lives
-from arraycomm._transports.processes.transport import ProcessesTransport, meet
+from arraycomm._protocol.mismatch import by_ranks, peer_error
+from arraycomm._transports.processes.transport import ProcessesTransport, meet, memory_bytes
 
 
 class Store(Protocol):
@@ -51,21 +54,42 @@ def open_on_node(store: Store, rank: int, size: int, arguments: Arguments) -> Op
     """
     refuse_forked_child("init")
     watch_exit()
-    store.set(f"version/{rank}", code_digest())
-    refuse_different([store.get(f"version/{other}").decode() for other in range(size)])
-    options, request = _checked_by_all(store, rank, size, arguments)
 
     def get(key: str) -> str:
         return store.get(key).decode()
 
-    memory = meet(store.set, get, rank, size)
+    def tell(name: str, text: str) -> list[str]:
+        store.set(f"{name}/{rank}", text)
+        return [get(f"{name}/{other}") for other in range(size)]
+
+    refuse_different(seen(), tell)
+    options, request = _checked_by_all(store, rank, size, arguments)
+    memory, lives = meet(store.set, get, rank, size)
     if memory is None:
         raise BackendUnavailableError(
-            "init: the ranks are not able to map the same memory, as on several hosts or in "
-            f"several containers; {without_mpi(size)}"
+            f"init: the ranks are not able to map the same memory: {_why_apart(store, rank, size)}"
         )
-    lives = find_lives(store.set, get, rank, size)
     return open_root(ProcessesTransport(memory, rank, size, lives), options, request)
+
+
+def _why_apart(store: Store, rank: int, size: int) -> str:
+    """Say why the ranks share no memory, all of which ask, and what to do."""
+    where = [host(), socket.gethostname(), namespaces()]
+    store.set(f"place/{rank}", json.dumps(where))
+    said = [json.loads(store.get(f"place/{other}")) for other in range(size)]
+    hosts, names, spaces = zip(*said, strict=True)
+    if len(set(hosts)) > 1:
+        return f"they are on several hosts ({by_ranks(names)}); {without_mpi(size)}"
+    own = [kind for kind in spaces[0] if any(of.get(kind) != spaces[0][kind] for of in spaces)]
+    if own:
+        return (
+            f"they do not have the same {', '.join(own)}, as in containers; let these share "
+            "/dev/shm, for example with: docker run --ipc=host, and run as one user"
+        )
+    return (
+        f"there is no room for {memory_bytes(size) / (1 << 20):.3g} MiB in memory, in /dev/shm and "
+        f"in {tempfile.gettempdir()}, or the system forbids it; make room"
+    )
 
 
 def _checked_by_all(

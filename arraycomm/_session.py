@@ -15,10 +15,11 @@ from arraycomm._collectives.groups import ENDED_BY_ERROR, Finalize, warn_of_mess
 from arraycomm._communicator import Communicator, latest, runner_of
 from arraycomm._cuda.devices import Devices
 from arraycomm._entries import entries, entry
-from arraycomm._errors import BackendUnavailableError, NotInitializedError
+from arraycomm._errors import BackendUnavailableError, NotInitializedError, PeerError
 from arraycomm._facts import facts
 from arraycomm._folds import use_threads
 from arraycomm._launch.launchers import threads_for
+from arraycomm._launch.others import refuse_other_ranks
 from arraycomm._mpi_start import (
     Arguments,
     Opened,
@@ -39,6 +40,7 @@ from arraycomm._protocol.group import Group
 from arraycomm._protocol.waits import still_waiting
 from arraycomm._start import Start, choose_start
 from arraycomm._trace import environment
+from arraycomm._transports.notes import FAILED, GAVE_UP
 from arraycomm._transports.threads import SelfTransport
 
 
@@ -69,6 +71,8 @@ class _Session:
     arguments: dict[str, Any]
     # How the ranks communicate.
     facts: list[str]
+    # Whether it is of this process alone, and nobody has asked for that.
+    is_one: bool
 
     def show(self, verbose: bool) -> None:
         """Print on rank 0 how the ranks communicate, if that was asked for."""
@@ -78,7 +82,7 @@ class _Session:
 
     def end(self) -> None:
         """Forget the world; called in forked children as well."""
-        self.world, self.arguments, self.facts = None, {}, []
+        self.world, self.arguments, self.facts, self.is_one = None, {}, [], False
 
 
 _session = _Session()
@@ -142,7 +146,8 @@ def init(
     BackendUnavailableError
         The backend cannot run here: the message says what is missing, also of the variables that
         number processes, and where two launchers contradict each other. Or a rank has started this
-        process, which inherits the launcher's variables, but is no rank.
+        process, which inherits the launcher's variables, but is no rank. Or it would be a world of
+        its own, but is one of several to others, such as torch.distributed.
     CommTimeoutError
         Processes that the environment numbers did not all come in time.
     CommunicatorClosedError
@@ -194,6 +199,7 @@ def init(
     use_threads(threads_for(opened.runner.group.transport.local_size, os.environ))
     _session.world, _session.arguments = Communicator(opened.runner), arguments
     _session.facts = facts(*opened)
+    _session.is_one = backend == "auto" and _session.world.size == 1
     environment.begin(opened.runner)
     _session.show(verbose)
     return world()
@@ -205,12 +211,22 @@ def world() -> Communicator:
 
     Raises
     ------
+    BackendUnavailableError
+        By default `init` made a world of this process alone; since then a library, such as
+        torch.distributed, has begun with several.
     NotInitializedError
         `init` was not called yet, or `finalize` was called. Or ranks are threads, in
         `arraycomm.testing`: each is given its communicator.
     CommunicatorClosedError
         This process was forked from a rank.
     """
+    if _session.is_one:
+        # Libraries may have met since.
+        refuse_other_ranks("world", {})
+    return _current()
+
+
+def _current() -> Communicator:
     _refuse_threads_as_ranks()
     if _session.world is None:
         refuse_forked_child("world")
@@ -332,11 +348,12 @@ def renew() -> None:
 def finalize() -> None:
     """End communication; collective. Frees every communicator made from the world.
 
-    A program need not call it at its end. `init` may be called again afterwards.
+    A program need not call it at its end. `init` may be called again afterwards, also if an error
+    has ended communication on some ranks or on all.
     """
     if _session.world is None:
         return
-    runner = runner_of(world())
+    runner = runner_of(_current())
     _session.end()
     root = runner.group
     empty = root.closed is None and _is_nothing_left(runner)
@@ -359,10 +376,19 @@ def _is_nothing_left(runner: Runner) -> bool:
     root = runner.group
     for group in root.related:
         complete(group)
-    environment.end()
+    if root.closed is not None:
+        return False
     closed = any(group.closed is not None for group in root.related)
     unmatched = sum(group.unmatched for group in root.related)
-    replies = runner.call(Finalize, ENDED_BY_ERROR if closed else unmatched)
+    try:
+        environment.end()
+        replies = runner.call(Finalize, ENDED_BY_ERROR if closed else unmatched)
+    except PeerError as error:
+        # Ranks on which an error has ended the world do not come, but may call `init` again.
+        notice = root.control.notes.exit_notices().get(error.rank)
+        if notice is None or notice.state not in (FAILED, GAVE_UP):
+            raise
+        return False
     if ENDED_BY_ERROR in replies:
         return False
     left: int = sum(replies)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from arraycomm import _launch
 from arraycomm._errors import BackendUnavailableError
 from arraycomm._launch.numbering import EXAMPLE, Numbering, numbering
+from arraycomm._launch.others import refuse_other_ranks
 from arraycomm._protocol.ends.exit import mpi_has_peers
 from arraycomm._protocol.ends.launcher import children_of, find_launcher
 
@@ -30,6 +31,15 @@ def choose_start(backend: str) -> Start:
 
     MPI goes before processes that are only numbered.
     """
+    start = _chosen(backend)
+    numbers = start.numbering
+    is_one = start.alone or start.backend == "self" or (numbers is not None and numbers.size == 1)
+    if is_one and backend == "auto":
+        refuse_other_ranks("init", os.environ)
+    return start
+
+
+def _chosen(backend: str) -> Start:
     if backend in ("self", "threads"):
         return Start(backend)
     launch = _launch.detect(os.environ)

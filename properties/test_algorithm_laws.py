@@ -17,7 +17,13 @@ from arraycomm.testing import given
 from arraycomm.testing import strategies as ranked
 from arraycomm.testing._arrays.frameworks import elements_of
 from arraycomm.testing.conformance._checks import check_elements
-from arraycomm.testing.conformance._inputs import Reduction, reductions, reductions_of_sizes
+from arraycomm.testing.conformance._inputs import (
+    Reduction,
+    reductions,
+    reductions_of_rows,
+    reductions_of_sizes,
+)
+from arraycomm.testing.conformance._movements import arguments_of_collectives
 from properties.programs import minus
 from tests.support import internals
 
@@ -98,6 +104,52 @@ def test_way_does_not_matter(comm, reduction, way, root) -> None:
         assert [result.size for result in results] == [0, 0, 0]
 
 
+@given(reduction=reductions_of_rows(), root=ranked.roots(), other=ranked.roots())
+def test_calls_that_repeat_give_what_they_give_once(comm, reduction, root, other) -> None:
+    """A call like those before is prepared, with other data; one with a limit is made in full."""
+    for turn in range(4):
+        # In between there is one of another root.
+        to = other if turn == 2 else root
+        x = reduction.arrays.build((comm.rank + turn) % comm.size)
+        for name, args in arguments_of_collectives(comm, x, reduction.op, to).items():
+            got, want = getattr(comm, name)(*args), getattr(comm, name)(*args, timeout=60)
+            assert type(got) is type(want), name
+            if want is not None:
+                check_elements(elements_of(got), elements_of(want), reduction.op)
+        comm.barrier()
+
+
+@given(
+    reduction=reductions_of_rows(),
+    root=ranked.roots(),
+    ways=st.lists(st.sampled_from(("wait", "test", "two", "refused")), min_size=3, max_size=6),
+)
+def test_requests_that_repeat_give_what_blocking_calls_give(comm, reduction, root, ways) -> None:
+    """Alone or beside others, waited for in any order or only tested, and after an error."""
+    for turn, way in enumerate([*("wait", "wait"), *ways]):
+        x = reduction.arrays.build((comm.rank + turn) % comm.size)
+        for name, args in arguments_of_collectives(comm, x, reduction.op, root).items():
+            begin, call = getattr(comm, f"i{name}"), getattr(comm, name)
+            wants = [call(*args, timeout=60)] * (2 if way == "two" else 1)
+            if way == "refused":
+                wrong = begin(object() if comm.rank == root else x, *args[1:])
+                with pytest.raises(TypeError if comm.rank == root else ac.PeerError):
+                    wrong.wait()
+            requests = [begin(*args) for _ in wants]
+            if way == "two":
+                wants.append(call(*args))
+                requests.append(begin(*args))
+            while way == "test" and not requests[0].test():
+                pass
+            order = sorted(range(len(wants)), key=lambda place: (place + comm.rank) % 3)
+            results = {place: requests[place].wait() for place in order}
+            for place, want in enumerate(wants):
+                assert type(results[place]) is type(want), name
+                if want is not None:
+                    got = elements_of(results[place])
+                    check_elements(got, elements_of(want), reduction.op)
+
+
 @given(
     reduction=reductions(shapes=st.integers(1, 20_000)),
     chunks=st.integers(1, 50),
@@ -107,28 +159,3 @@ def test_chunk_size_does_not_matter(comm, reduction, chunks, root) -> None:
     count = reduction.arrays.value[0].shape[0]
     with _choosing("slices", -(-count // chunks)):
         check_reduction(comm, reduction, root)
-
-
-@given(
-    reduction=reductions() | reductions_of_sizes(),
-    offset=st.integers(0, 5),
-    result=st.sampled_from(("fresh", "ordinary", "shared", "same memory")),
-    alike=st.booleans(),
-)
-def test_arrays_in_shared_memory_give_the_same_bits(comm, reduction, offset, result, alike) -> None:
-    """Wherever in the memory of `empty` they lie, at one place on all ranks or not."""
-    internals.set_inline_bytes(comm, -1)
-    op, start = reduction.op, offset if alike else comm.rank
-    x = np.array(elements_of(reduction.arrays.build(comm.rank)), reduction.fold().dtype)
-    usual = comm.allreduce(x, op)
-    # Both rows have room for the array at the largest offset.
-    given, into = (comm.empty(x.size + 5, x.dtype)[start:][: x.size].reshape(x.shape) for _ in "xy")
-    given[...] = x
-    assert type(comm.empty(3, "float32", like=x)) is np.ndarray
-    outs = {"fresh": None, "ordinary": np.empty_like(x), "shared": into, "same memory": given}
-    got = comm.allreduce(given, op, out=outs[result])
-    check_elements(np.asarray(got), np.asarray(usual), op)
-    check_elements(np.asarray(got), reduction.fold(), op)
-    if result != "same memory":
-        assert given.tobytes() == x.tobytes()
-    assert len(set(comm.allgather_object(np.asarray(got).tobytes()))) == 1

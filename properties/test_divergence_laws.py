@@ -42,8 +42,9 @@ def torch_loop(comm: ac.Communicator, every: int) -> Loop:
 
     model = torch.nn.ParameterList(map(torch.from_numpy, leaves()))
     parameters = list(model)
+    model.register_buffer("average", torch.zeros(4))
     plain = torch.optim.Adam(parameters, lr=0.01)
-    optimizer = ac.DistributedOptimizer(plain, comm=comm, verify_every=every)
+    optimizer = ac.DistributedOptimizer(plain, comm=comm, verify_every=every, module=model)
 
     def step() -> None:
         optimizer.zero_grad()
@@ -51,7 +52,8 @@ def torch_loop(comm: ac.Communicator, every: int) -> Loop:
         optimizer.step()
 
     def leaf(place: int) -> None:
-        chosen = parameters[place % len(parameters)].data.view(-1)
+        held = [*parameters, model.average]
+        chosen = held[place % len(held)].data.view(-1)
         chosen[place % len(chosen)] += 0.5
 
     def count(place: int) -> None:
@@ -64,7 +66,7 @@ def torch_loop(comm: ac.Communicator, every: int) -> Loop:
         step,
         {"leaf": leaf, "rate": rate, "count": count},
         lambda: ac.synchronize((model, optimizer), comm=comm),
-        lambda: [parameter.detach().numpy() for parameter in parameters],
+        lambda: [each.detach().numpy() for each in (*parameters, model.average)],
     )
 
 

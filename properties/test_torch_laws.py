@@ -146,6 +146,21 @@ class Broken(torch.autograd.Function):  # type: ignore[misc, name-defined]
         raise KeyError("broken")
 
 
+class Deriving(torch.autograd.Function):  # type: ignore[misc, name-defined]
+    """Derives another loss in its backward pass, by `torch.autograd.grad`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, loss: Callable[[], Any], parameters: list[Any]) -> Any:
+        ctx.loss, ctx.parameters = loss, parameters
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        with torch.enable_grad():
+            torch.autograd.grad(ctx.loss(), ctx.parameters, allow_unused=True)
+        return gradient, None, None
+
+
 KINDS: Final[dict[str, Callable[[Any], Any]]] = {
     "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
     # With an epsilon so large that the size of the gradients matters, not their sign alone.
@@ -153,7 +168,10 @@ KINDS: Final[dict[str, Callable[[Any], Any]]] = {
     "twice": lambda parameters: Twice(parameters, lr=0.1, momentum=0.9),
 }
 EVENTS = ("deepcopy", "copy", *("nothing", "saved") * 3, "raised", "grown", "decayed", "frozen")
-PARTS: Final = ("all", "first", "some", "local", "derived", "argument", "checkpoint", "inner last")
+PARTS: Final = (
+    *("all", "first", "some", "local", "derived", "argument"),
+    *("checkpoint", "inner last", "inner derived"),
+)
 CHANGES: Final = ("nothing", "clip", "replace", "scale")
 ZEROS: Final = ("none", "in place", "flat", "not at all")
 
@@ -236,6 +254,19 @@ def repeated_in_a_checkpoint() -> Case:
     case = after_a_skipped_step("nothing", "step")
     first = case.steps[0]._replace(end="step")
     return case._replace(steps=[first, first, first._replace(parts=["inner last"])])
+
+
+def passes_after_a_pass(part: str) -> Case:
+    """Return a loop in which gradients that are reduced are added to in a pass in another one."""
+    case = after_a_skipped_step("nothing", "step")
+    return case._replace(steps=[case.steps[1]._replace(parts=["all", part])], join="apart")
+
+
+def by_hand_after_an_exception() -> Case:
+    """Return a loop in which gradients are set by hand after a pass that raised, and was zeroed."""
+    case = after_a_skipped_step("nothing", "step")
+    raised = case.steps[1]._replace(event="raised", parts=["by hand"])
+    return case._replace(steps=[case.steps[0]._replace(parts=[]), raised], join="apart")
 
 
 class Loop:
@@ -382,6 +413,11 @@ class Loop:
                 )
             # Autograd begins with what was made last.
             value = again + (value if part == "checkpoint" else self.loss(part, number, idle))
+        if part == "inner derived" and self.comm is not None and value.requires_grad:
+            one = torch.ones((), dtype=torch.float64, requires_grad=True)
+            value = value * Deriving.apply(
+                one, lambda: self.loss("all", number, idle), self.trained()
+            )
         if part in ("derived", "by hand"):
             found = torch.autograd.grad(value, self.trained(), allow_unused=True)
             pairs = zip(self.trained(), found, strict=True)
@@ -506,6 +542,9 @@ def alone(case: Case, size: int) -> list[list[Any]]:
 
 @MANY
 @example(repeated_in_a_checkpoint(), 2)
+@example(by_hand_after_an_exception(), 2)
+@example(passes_after_a_pass("inner last"), 2)
+@example(passes_after_a_pass("inner derived"), 2)
 @example(after_a_skipped_step("nothing", "closure"), 2)
 @example(after_a_skipped_step("deepcopy", "step"), 2)
 @example(after_a_skipped_step("grown", "step"), 2)

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
+import pickle
 from collections import defaultdict
+from contextlib import nullcontext
 from enum import Enum
 from fractions import Fraction
 from functools import partial
 from itertools import chain
 
 import numpy as np
+import optree
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from arraycomm import allreduce_gradients, allreduce_tree
+from arraycomm import MismatchError, allreduce_gradients, allreduce_tree, synchronize
 from arraycomm._reduce import segment
 from arraycomm._training.rounds import Bucket, Place, Rounds
 from arraycomm._trees import fusion, layout, pytrees
@@ -188,6 +191,21 @@ def test_results_may_be_written_over_gradients(comm, drawn, overlap) -> None:
             assert is_apart
 
 
+@optree.register_pytree_node_class(namespace=optree.registry.__dict__["__GLOBAL_NAMESPACE"])
+class Holder:
+    """A container that holds something besides its leaf."""
+
+    def __init__(self, leaf: object, held: object) -> None:
+        self.leaf, self.held = leaf, held
+
+    def tree_flatten(self) -> object:
+        return [self.leaf], self.held
+
+    @classmethod
+    def tree_unflatten(cls, held: object, children: list[object]) -> Holder:
+        return cls(children[0], held)
+
+
 COLOURS = st.sampled_from(Colour)
 PLAIN = st.integers(-9, 9) | st.text("a'é")
 VALUES = PLAIN | st.none() | st.booleans() | st.floats(allow_nan=False) | st.binary() | st.dates()
@@ -197,6 +215,35 @@ KEYS = st.recursive(
     max_leaves=3,
 )
 unique = partial(st.lists, max_size=6, unique=True)
+# Equal in Python, or of equal texts, are not always the same.
+HELD = st.recursive(
+    VALUES
+    | COLOURS
+    | st.sampled_from((int, len, 1, 1.0, True, "1", np.int64(1), np.arange(3), np.zeros((3, 0)))),
+    lambda each: (
+        st.lists(each, max_size=2) | st.tuples(each) | st.dictionaries(PLAIN, each, max_size=1)
+    ),
+    max_leaves=4,
+)
+
+
+@given_on_ranks(ranks=range(1, 4), held=HELD, other=HELD, as_text=st.booleans(), data=st.data())
+def test_what_containers_hold_is_compared_and_sent(comm, held, other, as_text, data) -> None:
+    other = str(held) if as_text else other
+    root = data.draw(st.integers(0, comm.size - 1))
+    copied = pickle.loads(pickle.dumps(held))
+    tree = {"a": [Holder(comm.rank + 1.0, copied if comm.rank else held)]}
+    total = allreduce_tree(tree, "sum", comm=comm)["a"][0]
+    assert total.leaf == comm.size * (comm.size + 1) / 2
+    assert total.held is tree["a"][0].held
+    differs = comm.size > 1 and repr(held) != repr(other)
+    mine = Holder(comm.rank, other if comm.rank == root else held)
+    got = synchronize(mine, root=root, comm=comm)
+    assert (got.leaf, repr(got.held)) == (root, repr(other))
+    with pytest.raises(MismatchError) if differs else nullcontext():
+        allreduce_tree(mine, "sum", comm=comm)
+
+
 Letter = Enum("Letter", {"A": "a"}, type=str)
 EQUAL = {str: lambda x: Letter.A if x == "a" else np.str_(x), int: Fraction, bool: int}
 

@@ -44,7 +44,7 @@ def test_line_of_a_call_is_outside_frameworks_and_in_the_users_module() -> None:
         "torchvision_of_mine",
         "train",
         "arraycomm.testing.conformance.x",
-        "arraycomm.cli.demo.x",
+        "arraycomm.cli.bench.x",
     )
     for module in mine:
         assert _calling(module)(call_site) == f"{module}.py:1"

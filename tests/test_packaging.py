@@ -28,8 +28,8 @@ PUBLIC = """
     ANY_SOURCE ANY_TAG PROC_NULL ArrayCommError BackendUnavailableError CommTimeoutError Communicator
     CommunicatorClosedError Compression ConcurrentUseError DeadlockError DistributedDataContainer
     DistributedOptimizer ErrorFeedback GridCommunicator Join MismatchError NotInitializedError
-    PeerError Plan RankFilter Request Status TransportError allreduce_gradients allreduce_tree borrow exchange explain finalize init
-    is_initialized join launch mean_metrics op println raise_on_difference raise_on_nan raise_together
+    PeerError Plan Request Status TransportError allreduce_gradients allreduce_tree borrow exchange explain finalize init
+    is_initialized join launch mean_metrics op println raise_on_difference raise_together
     synchronize waitall world
 """
 PUBLIC_OF_TESTING = "ArrayCase RankValues Schedule conformance given per_rank run strategies"
@@ -53,6 +53,12 @@ def test_neither_importing_nor_a_world_of_one_process_needs_a_framework_or_mpi()
     done = run_here("-c", program + "print(*{name.partition('.')[0] for name in sys.modules})")
     assert "arraycomm" in done.stdout, done.stderr
     assert set(done.stdout.split()) & FOREIGN == set()
+
+
+def test_windows_is_refused_with_a_way_out() -> None:
+    done = run_here("-c", "import sys; sys.platform = 'win32'; import arraycomm")
+    assert "ImportError: arraycomm needs Linux or macOS; got Windows, which" in done.stderr
+    assert "run Python in WSL 2, which is a Linux" in done.stderr
 
 
 def test_the_installed_version_is_the_projects() -> None:
@@ -144,6 +150,16 @@ def test_the_public_names_are_these_and_sorted() -> None:
     assert arraycomm.testing.__all__ == PUBLIC_OF_TESTING.split()
 
 
+def test_what_is_gone_is_refused_by_name_with_what_to_do_instead() -> None:
+    comm = ac.init(backend="self")
+    with pytest.raises(AttributeError, match=r"Communicator\.empty was removed; .*numpy\.empty"):
+        comm.empty((3, 4), "float32")
+    with pytest.raises(AttributeError, match=r"arraycomm\.RankFilter was removed; see 'Logs' in"):
+        _ = ac.RankFilter
+    with pytest.raises(AttributeError, match="'Communicator' object has no attribute 'alreduce'"):
+        _ = comm.alreduce
+
+
 def test_program_that_is_saved_beside_the_sources_has_the_adapters(tmp_path: Path) -> None:
     """Such a program imports the sources, where the adapters have a directory of their own."""
     if not (ROOT / "arraycomm").is_dir():
@@ -163,6 +179,24 @@ def test_program_that_is_saved_beside_the_sources_has_the_adapters(tmp_path: Pat
     paths = [path for path in sys.path if "arraycomm" not in path]
     done = run_here("-c", hello, str(tmp_path), *paths, cwd=tmp_path)
     assert done.stdout.startswith(str(tmp_path / "adapters" / "__init__.py")), done.stderr
+
+
+@pytest.mark.parametrize(("without_gil", "limited"), [(0, True), (1, False)])
+def test_part_in_c_keeps_to_the_limited_api_unless_python_has_no_gil(
+    without_gil: int, limited: bool
+) -> None:
+    """Python without the GIL has none, and setuptools refuses to build for it."""
+    pytest.importorskip("setuptools")
+    if not (ROOT / "arraycomm" / "_native" / "build.py").exists():
+        pytest.skip("needs the sources")
+    program = f"""
+import sysconfig; real = sysconfig.get_config_var
+sysconfig.get_config_var = lambda name: {without_gil} if name == "Py_GIL_DISABLED" else real(name)
+import setup; setup.compiles = lambda: True; built = setup.native_part(); extension = built["ext_modules"][0]
+print(extension.py_limited_api, "Py_LIMITED_API" in dict(extension.define_macros), "bdist_wheel" in built["options"])
+"""
+    done = run_here("-c", program, env={**os.environ, "ARRAYCOMM_NATIVE": ""}, cwd=ROOT)
+    assert done.stdout.split() == 3 * [str(limited)], done.stderr
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import logging
 import re
 import sys
 from collections.abc import Callable
@@ -109,19 +108,3 @@ def test_full_output_raises_on_rank_0_and_the_ranks_go_on() -> None:
         return comm.allreduce(1)
 
     assert run(2, check) == [2, 2]
-
-
-def test_log_records_get_their_rank_and_only_those_of_some_ranks_pass() -> None:
-    def logged(comm: ac.Communicator) -> list[tuple[bool, int, int]]:
-        record = logging.LogRecord("name", logging.INFO, "path", 1, "message", None, None)
-        passed = [ac.RankFilter(ranks, comm).filter(record) for ranks in (None, 0, (1, 2))]
-        return [*passed, (record.rank, record.size)]
-
-    assert run(3, logged) == [[True, rank == 0, rank > 0, (rank, 3)] for rank in range(3)]
-    handler = logging.StreamHandler(io.StringIO())
-    handler.addFilter(ac.RankFilter())
-    handler.setFormatter(logging.Formatter("[%(rank)d/%(size)d] %(message)s"))
-    handler.handle(logging.makeLogRecord({"msg": "before init"}))
-    assert handler.stream.getvalue() == "[0/1] before init\n"
-    with pytest.raises(TypeError, match="ranks must be a rank or several; got 'x'"):
-        ac.RankFilter("x")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from functools import partial
 from typing import Any, NamedTuple, NoReturn, Self
 
@@ -68,7 +69,7 @@ def check(optimizer: Any) -> None:
     if not isinstance(optimizer, optax.GradientTransformation):
         raise TypeError(
             "DistributedOptimizer: optimizer must be an optax.GradientTransformation; "
-            f"got {type(optimizer).__name__}"
+            f"got {type(optimizer).__name__}{_remedy(optimizer)}"
         )
     if isinstance(optimizer, _Distributed):
         raise ValueError("DistributedOptimizer: this transformation is distributed already")
@@ -80,6 +81,14 @@ def check(optimizer: Any) -> None:
         )
 
 
+def _remedy(optimizer: Any) -> str:
+    return (
+        "; pass what its gradient_transformation() returns"
+        if hasattr(optimizer, "gradient_transformation")
+        else ""
+    )
+
+
 def check_shard(optimizer: Any) -> None:
     """Do nothing: whether a transformation can be sharded is known once it is traced."""
 
@@ -88,10 +97,14 @@ def distribute(
     optimizer: optax.GradientTransformation, gradients: Any
 ) -> optax.GradientTransformationExtraArgs:
     """Return a transformation that reduces gradients, and then applies `optimizer`."""
-    inner = optax.with_extra_args_support(optimizer)
+    takes_extra = _takes_extra(optimizer)
+    inner = (
+        optax.GradientTransformationExtraArgs(optimizer.init, optimizer.update)
+        if takes_extra
+        else optax.with_extra_args_support(optimizer)
+    )
     if gradients.shards is not None:
         inner = sharded(inner, gradients.shards)
-    takes_extra = isinstance(optimizer, optax.GradientTransformationExtraArgs)
     constants = tuple(constants_of(optimizer.update, "update"))
     updates = Updates(gradients, constants)
     steps = _ReducedUpdates(inner, updates, gradients, takes_extra=takes_extra)
@@ -103,6 +116,14 @@ def distribute(
     if gradients.accumulate == 1:
         return reducing
     return _accumulating(reducing, gradients.accumulate, updates.made)
+
+
+def _takes_extra(optimizer: optax.GradientTransformation) -> bool:
+    """Return whether updates take further arguments, as those of `optax.MultiSteps` do too."""
+    parameters = inspect.signature(optimizer.update).parameters.values()
+    return isinstance(optimizer, optax.GradientTransformationExtraArgs) or any(
+        parameter.kind is parameter.VAR_KEYWORD for parameter in parameters
+    )
 
 
 class _ReducedUpdates:

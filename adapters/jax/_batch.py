@@ -17,7 +17,7 @@ from arraycomm._training.gradients import Gradients
 from arraycomm.adapters.jax._callbacks import are_alike
 from arraycomm.adapters.jax._linear import Pooled, call, replicated
 from arraycomm.adapters.jax._primitive import Call, bind
-from arraycomm.adapters.jax._tracing import flatten
+from arraycomm.adapters.jax._tracing import flatten, is_eager
 
 # Optax's names, and those of its contributed transformations.
 _REDUCED: Final = ("value", "grad", "loss")
@@ -30,7 +30,13 @@ class Extra:
 
     def __init__(self, given: Mapping[str, Any], gradients: Gradients) -> None:
         self._given, self._op, self._comm = dict(given), gradients.op, gradients.comm
-        check_extra(self._given, gradients.op, gradients.accumulate)
+        try:
+            check_extra(self._given, gradients.op, gradients.accumulate)
+        except (TypeError, ValueError) as error:
+            # Unless a program is being traced, the other ranks reduce now.
+            if not is_eager():
+                raise
+            gradients.fail(error)
         reduced = {name: given[name] for name in _REDUCED if name in given}
         # What is to be reduced with the gradients; some may be None.
         self.leaves, self._structure = flatten(reduced)
@@ -78,7 +84,8 @@ def check_extra(given: Mapping[str, Any], op: str, accumulate: int) -> None:
         raise ValueError(
             f"DistributedOptimizer: with accumulate={accumulate} update takes gradients only, "
             f"since nothing else is added up over steps; got {', '.join(pooled)}. Pass "
-            "optax.MultiSteps to DistributedOptimizer instead"
+            f"optax.MultiSteps(optimizer, {accumulate}).gradient_transformation() to "
+            "DistributedOptimizer instead, without accumulate"
         )
     if op == "sum" and not given.keys().isdisjoint(_OBJECTIVES):
         raise ValueError(

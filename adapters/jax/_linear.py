@@ -15,6 +15,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 import arraycomm as ac
+from arraycomm._arrays.frameworks.jax import promoting_like
 from arraycomm._training.programs import ProgramCalls, calls_of
 from arraycomm.adapters.jax._primitive import Call, bind
 
@@ -43,7 +44,8 @@ class Collective(Call):
 
     def results(self, arrays: Sequence[Any], size: int) -> list[jax.ShapeDtypeStruct]:
         (x,) = arrays
-        return [jax.ShapeDtypeStruct(self.shape(x.shape, size), x.dtype)]
+        shape = self.shape(x.shape, size)
+        return [jax.ShapeDtypeStruct(shape, x.dtype, weak_type=x.weak_type)]
 
     def over(self, comm: ac.Communicator) -> ProgramCalls:
         return calls_of(comm)
@@ -210,7 +212,7 @@ class Sendrecv(Collective):
         array, status = np.asarray(x), ac.Status()
         if self.is_identity(calls.comm):
             if out is None:
-                return jnp.array(array)
+                return jnp.array(x)
             out[...] = array
             return out
         try:
@@ -220,7 +222,7 @@ class Sendrecv(Collective):
             _check_received(array, status)
             raise
         _check_received(array, status)
-        return received if out is not None else jnp.array(received)
+        return received if out is not None else promoting_like(jnp.array(received), x)
 
     def refuse(self, calls: ProgramCalls, error: Exception) -> NoReturn:
         calls.refuse(error, self.dest, self.source, self.tag)

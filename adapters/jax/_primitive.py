@@ -49,7 +49,7 @@ class Call(abc.ABC):
         return self
 
     def results(self, arrays: Sequence[Any], size: int) -> list[jax.ShapeDtypeStruct]:
-        """Return the shapes and dtypes of the results, from those of the arguments."""
+        """Return the types of the results, from those of the arguments."""
         return []
 
     def over(self, comm: ac.Communicator) -> Any:
@@ -120,7 +120,7 @@ def _stage(
 ) -> tuple[list[ShapedArray], set[effects.Effect]]:
     _refuse_shards(call.name)
     made = call.results(arrays, comm.size)
-    return [ShapedArray(like.shape, like.dtype) for like in made], {_effect}
+    return [ShapedArray(x.shape, x.dtype, weak_type=x.weak_type) for x in made], {_effect}
 
 
 def _refuse_shards(name: str) -> None:

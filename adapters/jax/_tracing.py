@@ -9,11 +9,24 @@ import jax
 from jax._src import core
 from jax._src.api_util import InternalFloatingPointError
 
+from arraycomm._trees.nodes import is_sparse
+
 
 def flatten(tree: Any) -> tuple[list[Any], Any]:
     """Return the leaves of a tree, None among them, and its structure."""
-    leaves, structure = jax.tree.flatten(tree, is_leaf=lambda leaf: leaf is None)
+    leaves, structure = jax.tree.flatten(tree, is_leaf=_ends)
     return leaves, structure
+
+
+def _ends(node: Any) -> bool:
+    """Return whether there is nothing inside; raise for what holds more than values."""
+    if is_sparse(node):
+        raise TypeError(
+            f"DistributedOptimizer: the gradients hold a sparse {type(node).__name__}, whose "
+            "indices would be added up as well; differentiate with respect to a dense array, such "
+            "as its data"
+        )
+    return node is None
 
 
 def is_eager() -> bool:

@@ -22,6 +22,8 @@ from arraycomm._training.comparison.verification import Inputs, nothing_shown
 from arraycomm._training.gradients import Gradients
 from arraycomm._training.numbered import Numbering
 from arraycomm._training.programs import GradientCalls
+from arraycomm._trees.pytrees import flatten
+from arraycomm._trees.static import texts_of
 from arraycomm.adapters.jax._primitive import Call, bind
 from arraycomm.adapters.jax._tracing import holds_tracers, is_traced
 
@@ -88,35 +90,37 @@ def _kind_of(trace: Any) -> str:
 class Watched(NamedTuple):
     """What an update depends on besides gradients: see `_training.comparison.verification`."""
 
-    # Returns what this rank shows of inputs.
-    look: Callable[..., Any] | None = None
-    # The hyperparameters that do not change.
-    constants: tuple[tuple[str, Any], ...] = ()
+    # Whose update it is; None if nothing is compared. A program tells updates apart by what they
+    # are of, since JAX hashes what belongs to an operation, and hyperparameters may be lists.
+    owner: Updates | None = None
     # Of the arrays: first the parameters, then the leaves of the state.
     names: tuple[str, ...] = ()
     parameters: int = 0
     # Which arrays of the state are one number, such as the count of the steps.
     numbers: tuple[int, ...] = ()
+    # What the containers of the parameters hold besides leaves.
+    held: tuple[tuple[str, str], ...] = ()
 
     def inputs(self, arrays: Sequence[Any]) -> Callable[[], Inputs] | None:
         """Return what returns the inputs of an update whose arrays are these; None without any."""
-        if self.look is None:
+        if self.owner is None:
             return None
         names, count = self.names, self.parameters
+        constants = (*self.owner.constants, *self.held)
         return lambda: Inputs(
             (),
             lambda: zip(names[:count], arrays[:count], strict=True),
             lambda: zip(names[count:], arrays[count:], strict=True),
-            self.constants,
+            constants,
             # Under vmap they are rows of numbers, and compared with the other arrays.
             [(names[n], arrays[n].item()) for n in self.numbers if arrays[n].shape == ()],
         )
 
     def looking(self, arrays: Sequence[Any]) -> Callable[..., Any]:
         """Return what returns this rank's part in a call with these arrays."""
-        return (
-            nothing_shown if self.look is None else partial(self.look, inputs=self.inputs(arrays))
-        )
+        if self.owner is None:
+            return nothing_shown
+        return partial(self.owner.look, inputs=self.inputs(arrays))
 
 
 @dataclass(frozen=True)
@@ -139,7 +143,8 @@ class _Reduce(Call):
         return replace(self, watched=Watched())
 
     def results(self, arrays: Sequence[Any], size: int) -> list[jax.ShapeDtypeStruct]:
-        return [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays[: sum(self.present)]]
+        given = arrays[: sum(self.present)]
+        return [jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) for x in given]
 
     def make(
         self, over: object, place: int, arrays: Sequence[Any], outs: Sequence[Any]
@@ -189,7 +194,7 @@ class Updates:
     """
 
     def __init__(self, gradients: Gradients, constants: tuple[tuple[str, Any], ...]) -> None:
-        self._gradients, self._constants = gradients, constants
+        self._gradients, self.constants, self.look = gradients, constants, gradients.look
         self._calls = GradientCalls(gradients.comm, gradients.op, gradients.options)
         self.made = Numbering()
 
@@ -222,10 +227,14 @@ class Updates:
         numbers = (
             n for n, leaf in enumerate(named.values()) if n >= parameters and _is_number(leaf)
         )
-        watched = Watched(
-            self._gradients.look, self._constants, tuple(named), parameters, tuple(numbers)
-        )
+        held = tuple(_held(inputs["params"], self._calls.comm))
+        watched = Watched(self, tuple(named), parameters, tuple(numbers), held)
         return watched, list(named.values())
+
+
+def _held(params: Any, comm: ac.Communicator) -> list[tuple[str, str]]:
+    """Return what the containers of parameters, and so of gradients, hold besides leaves."""
+    return texts_of(flatten(params, _PARAMETERS).static, alone=comm.size == 1)
 
 
 def _is_number(x: Any) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from arraycomm._training.comparison.constants import OF_A_RANK, constants_of
-from arraycomm._training.comparison.verification import Inputs, plain, scalar
+from arraycomm._training.comparison.verification import Inputs, is_private, plain, scalar
 from arraycomm._trees.pytrees import flatten
 
 
@@ -20,7 +20,7 @@ class StepInputs:
     Its hyperparameters are the attributes that its class takes as arguments, if they are numbers or
     text, and those of a function the numbers with which it computes; its state are the arrays in
     its attributes that have the shape of a parameter, and the numbers beside these. An object may
-    have attributes of another kind, which may differ between ranks.
+    have attributes of another kind, and private ones, which may differ between ranks.
     If it is sharded, each rank has a part of the state, which is not compared.
     """
 
@@ -53,7 +53,8 @@ class StepInputs:
     def _attributes(self) -> Iterator[tuple[str, Any]]:
         for name in self._arguments:
             value = scalar(getattr(self._optimizer, name, None))
-            if value is not None and plain(value) and name not in OF_A_RANK:
+            is_own = name in OF_A_RANK or is_private(name)
+            if value is not None and plain(value) and not is_own:
                 yield name, value
 
     def _state(self, params: Any, state: Any) -> Iterator[tuple[str, Any]]:
@@ -64,6 +65,8 @@ class StepInputs:
             return
         shapes = {array.shape for _, array in _arrays_in(params, "params")} - {()}
         for name, value in sorted(getattr(self._optimizer, "__dict__", {}).items()):
+            if is_private(name):
+                continue
             with suppress(TypeError, ValueError):
                 found = [
                     (path, x)

@@ -29,20 +29,13 @@ from arraycomm.adapters.sklearn._batches import (
     learnt,
     union,
 )
-from arraycomm.adapters.sklearn._factors import (
-    ClustersMerge,
-    ComponentsMerge,
-    check_no_reassignment,
-    initial_centers,
-)
 from arraycomm.adapters.sklearn._merges import CountsMerge, GaussianMerge, RangeMerge, ScalerMerge
 
 __all__ = ["average", "partial_fit"]
 
-_MERGES: Final = (
-    *(ScalerMerge(), RangeMerge(), GaussianMerge(), CountsMerge()),
-    *(ComponentsMerge(), ClustersMerge()),
-)
+_MERGES: Final = (ScalerMerge(), RangeMerge(), GaussianMerge(), CountsMerge())
+# Merged by earlier versions, by private functions of scikit-learn.
+_REMOVED: Final = ("IncrementalPCA", "MiniBatchKMeans")
 _PARTIAL_FIT, _AVERAGE = "partial_fit", "average"
 
 
@@ -75,8 +68,7 @@ def partial_fit(
     Returns
     -------
     estimator
-        The one passed. What it has learnt is the same, in every bit, on all ranks; only `labels_`
-        of MiniBatchKMeans are those of this rank's samples.
+        The one passed. What it has learnt is the same, in every bit, on all ranks.
 
     Raises
     ------
@@ -91,10 +83,8 @@ def partial_fit(
 
     Notes
     -----
-    `StandardScaler`, `MinMaxScaler`, `GaussianNB`, `MultinomialNB`, `IncrementalPCA` and
-    `MiniBatchKMeans` (with `reassignment_ratio=0`) learn what their own `partial_fit` would learn
-    from one batch with the samples of all ranks, apart from rounding. Initial centers of
-    MiniBatchKMeans are among the samples of the rank with the most, unless `init` is an array.
+    `StandardScaler`, `MinMaxScaler`, `GaussianNB` and `MultinomialNB` learn what their own
+    `partial_fit` would learn from one batch with the samples of all ranks, apart from rounding.
 
     `SGDClassifier`, `SGDRegressor`, `Perceptron`, `MLPClassifier` and `MLPRegressor` learn on each
     rank by themselves; their parameters, averaged coefficients and moments are then averaged, each
@@ -190,9 +180,11 @@ def _learner_and_batch(estimator: Any, x: Any, y: Any) -> tuple[Any, Batch]:
     learner, batch = _last_step(estimator), Batch.of(x, y)
     if not isinstance(learner, (*AVERAGED, *(merge.kind for merge in _MERGES))):
         kinds = (*(merge.kind for merge in _MERGES), *AVERAGED)
+        removed = [base.__name__ for base in type(learner).__mro__ if base.__name__ in _REMOVED]
+        instead = f"; for {removed[0]} see docs/recipes.md" if removed else ""
         raise TypeError(
             f"{type(learner).__name__} can be neither averaged nor merged over ranks; "
-            f"{_names(kinds)} can"
+            f"{_names(kinds)} can{instead}"
         )
     known = getattr(learner, "n_features_in_", None)
     if isinstance(estimator, Pipeline) and len(estimator) > 1:
@@ -236,12 +228,8 @@ def _merge(
 ) -> None:
     """Merge the ranks' increments on rank 0, and give every rank the result."""
     [merge] = [merge for merge in _MERGES if isinstance(estimator, merge.kind)]
-    clusters = merge if isinstance(merge, ClustersMerge) else None
     with ac.raise_together(comm):
         learner = copy.deepcopy(estimator)
-    if clusters is not None:
-        _begin_clusters(learner, batch, [each.samples for each in everyone], comm)
-    with ac.raise_together(comm):
         increment = merge.local(learner, batch, classes) if batch.samples else None
     increments = comm.gather_object(increment)
     with ac.raise_together(comm):
@@ -250,25 +238,7 @@ def _merge(
             _name_features(learner, everyone)
     state = comm.bcast_object(learnt(learner) if comm.rank == 0 else None)
     vars(learner).update(state)
-    if clusters is not None and learner.compute_labels:
-        with ac.raise_together(comm):
-            inertia = clusters.finish(learner, batch)
-        learner.inertia_ = comm.allreduce(inertia)
-        estimator.labels_ = learner.labels_
     vars(estimator).update(learnt(learner))
-
-
-def _begin_clusters(
-    learner: Any, batch: Batch, counts: Sequence[int], comm: ac.Communicator
-) -> None:
-    leader, centers = int(np.argmax(counts)), None
-    with ac.raise_together(comm):
-        check_no_reassignment(learner)
-        if not hasattr(learner, "cluster_centers_") and comm.rank == leader:
-            centers = initial_centers(learner, batch)
-    if not hasattr(learner, "cluster_centers_"):
-        # Of the copy alone; what it has learnt is then the estimator's.
-        learner.set_params(init=comm.bcast_object(centers, root=leader), n_init=1)
 
 
 def _name_features(learner: Any, everyone: Sequence[Brought]) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Final
@@ -11,6 +12,7 @@ from typing import Any, Final
 import torch
 
 from arraycomm import DistributedOptimizer, synchronize
+from arraycomm._entries import opaque
 from arraycomm.adapters.torch._backward import calls_under_way
 from arraycomm.adapters.torch._batchnorm import SyncBatchNorm, convert_sync_batchnorm
 from arraycomm.adapters.torch._collectives import (
@@ -24,6 +26,7 @@ from arraycomm.adapters.torch._compression import save_with_state_dict
 from arraycomm.adapters.torch._data import DataLoader
 from arraycomm.adapters.torch._hooks import without_owner
 from arraycomm.adapters.torch._inputs import Settings, StepInputs, align
+from arraycomm.adapters.torch._modules import check_has_parameters, unwrapped
 from arraycomm.adapters.torch._reducer import Reducer
 from arraycomm.adapters.torch._shards import Sharding, check_per_parameter
 
@@ -55,6 +58,7 @@ def check(optimizer: Any) -> None:
         )
     if optimizer in _distributed:
         raise ValueError("DistributedOptimizer: this optimizer is distributed already")
+    _check_shapes(optimizer.param_groups)
     if hasattr(optimizer, "clip_and_accumulate"):
         raise TypeError(
             f"DistributedOptimizer: {type(optimizer).__name__} clips the gradients of single "
@@ -64,26 +68,48 @@ def check(optimizer: Any) -> None:
         )
 
 
+def _check_shapes(groups: Iterable[dict[str, Any]]) -> None:
+    """Raise for a parameter of a lazy module that was not called yet."""
+    parameters = (p for group in groups for p in group["params"])
+    for number, parameter in enumerate(parameters):
+        if torch.nn.parameter.is_lazy(parameter):
+            raise TypeError(
+                f"DistributedOptimizer: parameter {number} has no shape yet; call the lazy module "
+                "once on every rank, and then arraycomm.synchronize, before"
+            )
+
+
 check_shard = check_per_parameter
+check_module = check_has_parameters
 
 
-def distribute(optimizer: torch.optim.Optimizer, gradients: Any) -> torch.optim.Optimizer:
+def distribute(
+    optimizer: torch.optim.Optimizer, gradients: Any, module: torch.nn.Module | None = None
+) -> torch.optim.Optimizer:
     """Reduce gradients by hooks on the parameters, and the rest before each step; collective."""
+    module = None if module is None else unwrapped(module)
     if gradients.rounds is not None and gradients.comm.size > 1:
-        align(optimizer, gradients.comm)
-    return _hooked(optimizer, gradients)
+        align(optimizer, gradients.comm, module)
+    return _hooked(optimizer, gradients, module)
 
 
 def _hooked(
-    optimizer: torch.optim.Optimizer, gradients: Any, owners: Sequence[int] = ()
+    optimizer: torch.optim.Optimizer,
+    gradients: Any,
+    module: torch.nn.Module | None,
+    owners: Sequence[int] = (),
 ) -> torch.optim.Optimizer:
     """Return an optimizer with its hooks; `owners` are those of a sharded copy's parameters."""
-    steps = _Steps(optimizer, gradients, owners)
+    steps = _Steps(optimizer, gradients, module, owners)
     # The optimizer alone keeps these alive, without a circle: when it is gone, so are the
-    # reductions.
+    # reductions. It keeps the module, too.
     itself = weakref.ref(optimizer)
     vars(optimizer)["add_param_group"] = partial(_add_param_group, itself)
-    vars(optimizer)["__reduce_ex__"] = partial(_reduced, itself, gradients)
+    zero_grad: Any = partial(_zero_grad, itself)
+    # Libraries look for its arguments.
+    zero_grad.__signature__ = inspect.signature(optimizer.zero_grad)
+    vars(optimizer)["zero_grad"] = zero_grad
+    vars(optimizer)["__reduce_ex__"] = partial(_reduced, itself, gradients, module)
     optimizer.register_step_pre_hook(gradients.entry(steps.before_step))
     optimizer.register_step_post_hook(gradients.entry(steps.after_step))
     if steps.sharding is not None:
@@ -115,7 +141,7 @@ def no_sync(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     Notes
     -----
     Local: the ranks may run different numbers of backward passes inside. `.grad` is meanwhile what
-    this rank has accumulated; what had been reduced before is added at the next reduction.
+    this rank has accumulated, added to what had been reduced before.
 
     Examples
     --------
@@ -203,15 +229,23 @@ class _Steps:
     """The hooks of one optimizer, called before and after each of its steps."""
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, gradients: Any, owners: Sequence[int] = ()
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradients: Any,
+        module: torch.nn.Module | None,
+        owners: Sequence[int],
     ) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._gradients = gradients
-        self.reducer = Reducer(gradients)
-        self.sharding = None if gradients.shards is None else Sharding(gradients.shards)
+        self.reducer = Reducer(gradients, partial(_groups_of, self._optimizer))
+        self.sharding: Sharding | None = None
+        if gradients.shards is not None:
+            self.sharding = Sharding(gradients.shards, self.reducer)
+        self.reducer.in_backward.look = without_owner(self.look)
         self.adopt(optimizer, owners)
+        self.reducer.rest()
         sharded = self.sharding is not None
-        self._inputs = StepInputs(optimizer, self.reducer, is_sharded=sharded)
+        self._inputs = StepInputs(optimizer, self.reducer, module, is_sharded=sharded)
         gradients.inputs, gradients.adopt = self._inputs, self._inputs.adopt
         # A rank without data applies gradients through this.
         gradients.follow = without_owner(self.follow)
@@ -220,15 +254,27 @@ class _Steps:
         self._stepping, self._nested = False, 0
         self._held: list[tuple[torch.Tensor, torch.Tensor | None]] = []
 
+    def look(self) -> None:
+        """Look after the parameters that the optimizer has now: the program may exchange them."""
+        optimizer = self._optimizer()
+        if optimizer is not None:
+            self.adopt(optimizer)
+
+    def look_once(self) -> None:
+        """Do so outside of passes and steps."""
+        self.look()
+        self.reducer.rest()
+
     def adopt(self, optimizer: torch.optim.Optimizer, owners: Sequence[int] = ()) -> None:
         """Look after all parameters of an optimizer from now on."""
-        self.reducer.adopt(optimizer.param_groups)
+        self.reducer.adopt()
         if self.sharding is not None:
-            self.sharding.adopt(optimizer, self.reducer.parameters, owners)
+            self.sharding.adopt(optimizer, owners)
 
     def gather(self, optimizer: torch.optim.Optimizer, root: int) -> dict[str, Any] | None:
         """Return the whole state dict on `root`, None elsewhere; collective."""
         if self.sharding is not None:
+            self.look()
             return self.sharding.gather(optimizer, root)
         return optimizer.state_dict() if self._gradients.comm.rank == root else None
 
@@ -240,6 +286,7 @@ class _Steps:
             self._nested += 1
             return None
         self._stepping, self._nested = True, 0
+        self.reducer.begin_step()
         if self._following:
             self._begin_update()
             return None
@@ -262,6 +309,7 @@ class _Steps:
         return args[:1], {**kwargs, "closure": evaluate}
 
     def _begin_update(self) -> None:
+        self._inputs.has_updated = True
         if self.sharding is not None:
             self.sharding.begin()
 
@@ -279,12 +327,14 @@ class _Steps:
         if self._evaluating:
             self._evaluating = False
             self.reducer.end_evaluations()
+        self.reducer.end_step()
 
     def follow(self, reduced: Any, settings: Settings) -> None:
         """Take the step of ranks with data: their reduced gradients and their hyperparameters."""
         optimizer = self._optimizer()
         if optimizer is None:
             return
+        self.look()
         self._inputs.adopt(settings)
         self.reducer.take_over(reduced)
         self._following = True
@@ -323,6 +373,11 @@ def _is_nested(optimizer: torch.optim.Optimizer) -> bool:
     return sum(step.f_locals.get("self") is optimizer for step in steps) > 1
 
 
+def _groups_of(itself: Any) -> Sequence[dict[str, Any]]:
+    optimizer = itself()
+    return () if optimizer is None else optimizer.param_groups
+
+
 _HOOKED_STEP: Final = torch.optim.Optimizer.profile_hook_step(lambda: None).__code__
 _distributed: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Steps] = weakref.WeakKeyDictionary()
 
@@ -331,22 +386,38 @@ def _add_param_group(itself: Any, param_group: dict[str, Any]) -> None:
     """Add parameters to a distributed optimizer, and reduce their gradients too."""
     optimizer = itself()
     type(optimizer).add_param_group(optimizer, param_group)
-    _distributed[optimizer].adopt(optimizer)
+    _check_shapes(optimizer.param_groups)
+    _distributed[optimizer].look_once()
 
 
-def _reduced(itself: Any, gradients: Any, protocol: Any) -> tuple[Any, ...]:
+@opaque
+def _zero_grad(itself: Any, *args: Any, **kwargs: Any) -> None:
+    """Zero the gradients, and look at the parameters, which the next backward pass has to know."""
+    optimizer = itself()
+    steps = _distributed[optimizer]
+    steps.reducer.in_backward.before_zeroing()
+    type(optimizer).zero_grad(optimizer, *args, **kwargs)
+    steps.look()
+    steps.reducer.note_zeroed()
+    steps.reducer.rest()
+
+
+def _reduced(itself: Any, gradients: Any, module: Any, protocol: Any) -> tuple[Any, ...]:
     """Return what `copy` copies: torch leaves hooks out. `gradients` refuse to be pickled."""
     optimizer = itself()
     kind: Any = type(optimizer)
     reduced: tuple[Any, ...] = kind.__reduce_ex__(optimizer, protocol)
     steps = _distributed[optimizer]
+    steps.look()
     steps.reducer.note_skipped()
+    steps.reducer.rest()
     owners = () if steps.sharding is None else steps.sharding.owners
-    return _copied, (gradients, owners, *reduced[:3])
+    return _copied, (gradients, module, owners, *reduced[:3])
 
 
 def _copied(
     gradients: Any,
+    module: torch.nn.Module | None,
     owners: Sequence[int],
     make: Callable[..., torch.optim.Optimizer],
     arguments: Any,
@@ -355,4 +426,4 @@ def _copied(
     """Return a copy of a distributed optimizer, which is distributed as well."""
     optimizer = make(*arguments)
     optimizer.__setstate__(state)
-    return _hooked(optimizer, gradients.copy(), owners)
+    return _hooked(optimizer, gradients.copy(), module, owners)

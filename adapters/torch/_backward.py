@@ -25,6 +25,8 @@ class Backward:
     local: bool = True
     joined: bool = False
     overlaps: bool = False
+    # Whether torch has compiled it. Its callbacks at the end are then dropped.
+    compiled: bool = False
     # Autograd's numbers of the passes, and that of the one in which the others run, once it is
     # known.
     tasks: set[int] = field(default_factory=set)
@@ -35,8 +37,11 @@ class Backward:
     repeated: bool = False
     # Whether a gradient was accumulated after its reduction had started.
     late: bool = False
-    # The parameters whose reduced gradients have been set aside.
-    aside: list[int] = field(default_factory=list)
+    # The parameters to whose gradients autograd is about to add, and has begun to add,
+    # and the handles of the hooks that tell so.
+    awaited: set[int] = field(default_factory=set)
+    adding: list[int] = field(default_factory=list)
+    handles: list[Any] = field(default_factory=list)
     # The reductions that have been started.
     requests: list[Any] = field(default_factory=list)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils.parametrize import is_parametrized
 
 import arraycomm as ac
 from arraycomm._entries import entry
@@ -66,10 +67,10 @@ class SyncBatchNorm(_BatchNorm):
         mean, variance = self._statistics(input)
         shape = (1, -1, *(1,) * (input.ndim - 2))
         scale = torch.rsqrt(variance + self.eps)
-        if self.affine:
+        if self.weight is not None:
             scale = scale * self.weight
         normalized = (input.to(mean.dtype) - mean.view(shape)) * scale.view(shape)
-        if self.affine:
+        if self.bias is not None:
             normalized = normalized + self.bias.view(shape)
         return normalized.to(input.dtype)
 
@@ -80,7 +81,7 @@ class SyncBatchNorm(_BatchNorm):
         comm = self.comm or ac.world()
         self._check_input(x, comm)
         mean, variance, count = statistics(x, comm)
-        if self.training and self.running_mean is not None:
+        if self.training and self.track_running_stats and self.running_mean is not None:
             self._track(mean.detach(), variance.detach() * (count / (count - 1)))
         return mean, variance
 
@@ -165,26 +166,27 @@ def _own_statistics(x: torch.Tensor) -> torch.Tensor:
 def convert_sync_batchnorm(
     module: torch.nn.Module, *, comm: ac.Communicator | None = None
 ) -> torch.nn.Module:
-    """Replace each `BatchNorm1d`, `2d` and `3d` of a module by a `SyncBatchNorm`.
+    """Make each `BatchNorm1d`, `2d` and `3d` of a module a `SyncBatchNorm`.
 
     Parameters
     ----------
     module : torch.nn.Module
-        Changed in place, unless it is itself a batch norm.
+        Changed in place: its batch norms get another class, and keep all else.
     comm : Communicator, optional
-        That of the new modules: `world()` of the time of their calls by default.
+        That of the batch norms: `world()` of the time of their calls by default.
 
     Returns
     -------
     torch.nn.Module
-        The module, or what replaces it. New modules have the parameters, buffers, settings and
-        hooks of those that they replace, so an optimizer made before still works. A module that
-        occurs twice is replaced by one that does. Nothing is communicated.
+        The module itself. Parameters, buffers, settings and hooks stay, so an optimizer made before
+        still works. Nothing is communicated.
 
     Raises
     ------
     TypeError
-        `module` is not a torch module.
+        `module` is not a torch module. Or it has a batch norm that computes something else than
+        torch's own: of a class derived from one, parametrized, or with a method replaced. Then
+        nothing is changed.
     ValueError
         It has a lazy batch norm, whose number of channels is not known before its first call.
 
@@ -194,19 +196,14 @@ def convert_sync_batchnorm(
     >>> model = convert_sync_batchnorm(torch.nn.Sequential(*layers))
     """
     _check_module(module)
-    places = [
-        (path, found)
-        for path, found in module.named_modules(remove_duplicate=False)
-        if isinstance(found, _CONVERTED)
-    ]
-    converted: dict[torch.nn.Module, torch.nn.Module] = {
-        found: _converted(found, comm) for _, found in places
-    }
-    for path, found in places:
-        parent, _, name = path.rpartition(".")
-        if path:
-            setattr(module.get_submodule(parent), name, converted[found])
-    return converted.get(module, module)
+    found = [(path, each) for path, each in module.named_modules() if _is_batchnorm(each)]
+    for path, each in found:
+        _check_plain(path or "module", each)
+    for _, each in found:
+        # In place, so that whoever holds or hooks it goes on with it.
+        each.__class__ = SyncBatchNorm
+        vars(each)["comm"] = comm
+    return module
 
 
 def _check_module(module: Any) -> None:
@@ -221,11 +218,52 @@ def _check_module(module: Any) -> None:
             )
 
 
-_CONVERTED = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
+_PLAIN = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
 _LAZY = (torch.nn.LazyBatchNorm1d, torch.nn.LazyBatchNorm2d, torch.nn.LazyBatchNorm3d)
+# What a class may have that computes as its base does.
+_HARMLESS = {"__init__", "__doc__", "__module__", "__annotations__", "__annotate_func__"}
+_HARMLESS |= {"__annotations_cache__", "__firstlineno__", "__static_attributes__", "__slotnames__"}
 
 
-def _converted(module: torch.nn.Module, comm: ac.Communicator | None) -> torch.nn.Module:
-    made = SyncBatchNorm.__new__(SyncBatchNorm)
-    vars(made).update(vars(module), comm=comm)
-    return made
+def _is_batchnorm(module: torch.nn.Module) -> bool:
+    """Return whether a module is a batch norm of this rank alone: torch's own, or derived of one.
+
+    Torch's further ones are synchronized by torch.distributed, or are quantized and do not train.
+    """
+    is_torchs = type(module).__module__.startswith("torch.") and not isinstance(module, _PLAIN)
+    return isinstance(module, _BatchNorm) and not (is_torchs or isinstance(module, SyncBatchNorm))
+
+
+def _check_plain(path: str, module: torch.nn.Module) -> None:
+    """Raise unless a batch norm computes what torch's own does."""
+    kind = type(module)
+    if is_parametrized(module):
+        raise TypeError(
+            f"convert_sync_batchnorm: {path} is a {kind.__name__}, whose parametrizations would be "
+            "lost; convert the model first, and then call torch.nn.utils.parametrize"
+        )
+    added = {key for each in kind.__mro__[: _place_of_plain(kind)] for key in vars(each)}
+    if not issubclass(kind, _PLAIN) or added - _HARMLESS:
+        raise TypeError(
+            f"convert_sync_batchnorm: {path} is a {kind.__module__}.{kind.__qualname__}, which is "
+            "more than a batch norm of torch, and would be lost. If its forward calls "
+            "super().forward, derive it from arraycomm.adapters.torch.SyncBatchNorm; else put a "
+            "torch.nn.BatchNorm2d and a module with the rest in its place, or convert the other "
+            "parts of the model one by one"
+        )
+    replaced = [name for name, value in vars(module).items() if _is_method(kind, name, value)]
+    if replaced:
+        raise TypeError(
+            f"convert_sync_batchnorm: {path} has a method of its own, {replaced[0]}, which would "
+            f"go on as before; delete the attribute {replaced[0]} of {path} first"
+        )
+
+
+def _place_of_plain(kind: type) -> int:
+    """Return how many classes come before torch's own."""
+    return next((n for n, each in enumerate(kind.__mro__) if each in _PLAIN), 0)
+
+
+def _is_method(kind: type, name: str, value: object) -> bool:
+    """Return whether an attribute of an object takes the place of a method of its class."""
+    return callable(value) and callable(getattr(kind, name, None))

@@ -21,7 +21,7 @@ class Buckets:
 
     def __init__(self, gradients: Any) -> None:
         self._gradients = gradients
-        self._tensors: list[torch.Tensor] = []
+        self._nbytes: list[int] = []
         self.all: list[Bucket] = []
         # The number of each parameter's bucket.
         self.of: list[int] = []
@@ -29,7 +29,7 @@ class Buckets:
 
     def adopt(self, tensors: list[torch.Tensor]) -> None:
         """Divide these parameters from now on."""
-        self._tensors = tensors
+        self._nbytes = [tensor.nbytes for tensor in tensors]
         everything = list(range(len(tensors)))
         division = self._gradients.division or []
         if self._gradients.compressor.hook is not None:
@@ -42,7 +42,7 @@ class Buckets:
     def _divide(self, numbers: list[list[int]]) -> None:
         """Divide the parameters into buckets of these numbers."""
         self.all = [Bucket(n, each) for n, each in enumerate(numbers)]
-        self.of = [0] * len(self._tensors)
+        self.of = [0] * len(self._nbytes)
         for bucket in self.all:
             for number in bucket.numbers:
                 self.of[number] = bucket.index
@@ -55,7 +55,7 @@ class Buckets:
         """
         if self._ordered:
             return
-        count = len(self._tensors)
+        count = len(self._nbytes)
         row = np.zeros((2, count + 1), np.int64)
         row[:, 0] = len(came), repeated
         order = [*came, *(n for n in range(count) if n not in came)]
@@ -74,6 +74,6 @@ class Buckets:
         for number in order[:used]:
             if nbytes >= room:
                 index, nbytes, room = index + 1, 0, limit
-            nbytes += self._tensors[number].nbytes
+            nbytes += self._nbytes[number]
             cuts.append(index)
         return cuts + [index] * (len(order) - used)

@@ -36,9 +36,8 @@ def check_unchanged(parameters: Parameters, why: str) -> None:
 
 def check_owners(parameters: Parameters) -> None:
     """Raise if an optimizer made later reduces some of the gradients in another way."""
-    for slot in parameters.slots:
-        other = slot.reducer()
-        if other is not None and other.gradients.settings != parameters.gradients.settings:
+    for other in parameters.others():
+        if other.gradients.settings != parameters.gradients.settings:
             raise ValueError(
                 "DistributedOptimizer: a parameter of this optimizer is also in a distributed "
                 "optimizer that was made later with another op, accumulate or compression, which "
@@ -65,11 +64,12 @@ def compare(parameters: Parameters) -> None:
     if differing.any():
         number = int(differing.argmax())
         ranks = [rank for rank, row in enumerate(rows) if row[number] != rows[0, number]]
+        why = parameters.left.get(number)
         raise ac.MismatchError(
             "DistributedOptimizer: .grad was changed after backward() had reduced it, and is not "
             f"the same on all ranks: that of parameter {number}, of shape "
             f"{tuple(parameters.tensors[number].shape)}, on rank {ranks[0]} is not that on rank 0; "
-            "compute it from .grad and from values that are the same on all ranks"
+            f"{why or 'compute it from .grad and from values that are the same on all ranks'}"
         )
 
 

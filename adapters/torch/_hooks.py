@@ -6,8 +6,8 @@ are there and the buckets before it have been started: all ranks start them in t
 rank without a core for that starts them all at the end of the pass, in this order too. What is left
 is started at the end of the backward pass, which waits for all. So `.grad` is reduced when
 `backward()` returns. If it raises, it waits as well, so that nothing is written to `.grad`
-afterwards: the gradients whose reduction had started are reduced, and the others are this rank's
-own.
+afterwards: the gradients whose reduction had started are reduced. The others are what torch alone
+would have left: what was there, and what this rank has accumulated.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, Final
 
 import torch
-from torch._C import _current_graph_task_id
+from torch._C import _current_autograd_node, _current_graph_task_id
 from torch.autograd import Variable
 
 import arraycomm as ac
@@ -34,6 +35,13 @@ from arraycomm.adapters.torch._join import JoinedSteps
 from arraycomm.adapters.torch._parameters import Parameters
 from arraycomm.adapters.torch._rounds import BucketRounds
 from arraycomm.adapters.torch._slots import Slot
+
+# Why a backward pass has left gradients unreduced, and what to do.
+_RAISED: Final = "backward() had raised; call optimizer.zero_grad() then"
+_COMPILED: Final = (
+    "compiled autograd does not tell that a backward pass is over; set "
+    "torch._dynamo.config.compiled_autograd = False"
+)
 
 
 class BackwardReducer:
@@ -49,6 +57,8 @@ class BackwardReducer:
         self._at_end = self.gradients.entry(without_owner(self._end))
         self._at_error = without_owner(self._raised)
         self._backward: Backward | None = None
+        # Looks at the optimizer's parameters, which the program may have exchanged.
+        self.look: Callable[[], None] = lambda: None
         # What went wrong in the reductions of a pass that an exception had ended.
         self._error: Exception | None = None
         # Whether gradients are reduced, not only accumulated.
@@ -59,32 +69,68 @@ class BackwardReducer:
         with self._lock:
             task, backward = _current_graph_task_id(), self._backward
             if backward is None or task not in backward.tasks:
-                backward = self._enter(task)
+                backward = self._enter(task, slot)
+            if backward is None:
+                return
             # Not before: hooks of the program on the last parameter were still to see its gradient.
-            while backward.has_ready_bucket():
+            while backward.overlaps and backward.has_ready_bucket():
                 self._rounds.start_next(backward)
             parameter = self._parameters.tensors[slot.number]
-            if slot.set_aside(parameter):
-                backward.late = True
-            slot.accumulates(parameter)
-            if slot.base is not None:
-                backward.aside.append(slot.number)
+            grad = parameter.grad
+            if grad is None:
+                slot.begin()
+                return
+            if backward.compiled and slot.has_base(grad):
+                self.gradients.fail(_compiled_twice(slot.number))
+            if backward.compiled:
+                self._note_adding(backward, slot, parameter)
+            else:
+                # As late as can be: `torch.autograd.grad` adds nothing, and hooks may raise before.
+                backward.awaited.add(slot.number)
+                adds = _Adds(self._adds, backward, slot)
+                backward.handles.append(_current_autograd_node().register_prehook(adds))
+
+    def _adds(self, backward: Backward, slot: Slot) -> None:
+        """Called right before autograd adds to a gradient.
+
+        A node that runs in one pass inside another, or that only the outer one runs, has a hook of
+        each.
+        """
+        with self._lock:
+            if self._backward is backward and slot.number in backward.awaited:
+                backward.awaited.remove(slot.number)
+                self._note_adding(backward, slot, self._parameters.tensors[slot.number])
+
+    def _note_adding(self, backward: Backward, slot: Slot, parameter: torch.Tensor) -> None:
+        if parameter.grad is not None:
+            backward.adding.append(slot.number)
+        if slot.set_aside(parameter):
+            backward.late = True
+        slot.accumulates(parameter)
 
     def after_accumulation(self, slot: Slot, parameter: torch.Tensor) -> None:
         """Called after autograd has added to a gradient."""
         with self._lock:
             backward = self._backward
-            if backward is None:
+            if backward is None or slot.reducer() is not self:
                 return
             slot.accumulated(parameter)
             backward.note(slot.number, self._buckets.of[slot.number])
 
-    def _enter(self, task: int) -> Backward:
-        """Return the backward pass of a pass of autograd; have autograd call back at its end."""
+    def _enter(self, task: int, slot: Slot | None = None) -> Backward | None:
+        """Return the backward pass of a pass of autograd; have autograd call back at its end.
+
+        Nothing begins with a parameter that the program has taken out of the optimizer.
+        """
         enclosing = enclosing_node()
         if enclosing is None and self._backward and self._backward.outermost is not None:
             # An exception ended it, and autograd still keeps it.
-            self._abandon()
+            self.abandon()
+        if self._backward is None:
+            self.look()
+            if slot is not None and slot.reducer() is not self:
+                self._parameters.rest()
+                return None
         self._raise_error()
         backward = self._backward or self._begin()
         self._set(backward)
@@ -101,7 +147,7 @@ class BackwardReducer:
     def _set(self, backward: Backward | None) -> None:
         """Note which backward pass goes on."""
         self._backward = backward
-        self._parameters.accumulated = () if backward is None else backward.order
+        self._parameters.accumulated = None if backward is None else backward.order
 
     def _follow(self, node: Any, backward: Backward) -> None:
         """Enter the pass in which a node has run this one, once the node is finished."""
@@ -121,14 +167,16 @@ class BackwardReducer:
         waiting = [len(bucket.numbers) for bucket in self._buckets.all]
         self._parameters.note_skipped()
         self._joined.forget_zeroed()
+        compiled = _current_autograd_node() is None
         if gradients.rounds is None:
-            return Backward(None, waiting)
+            return Backward(None, waiting, compiled=compiled)
         return Backward(
             gradients.rounds.place,
             waiting,
             local=not self.syncing or gradients.keeps,
             joined=gradients.joined,
-            overlaps=saves_time(gradients.comm, self._parameters.tensors),
+            overlaps=not compiled and saves_time(gradients.comm, self._parameters.tensors),
+            compiled=compiled,
         )
 
     def _end(self) -> None:
@@ -137,12 +185,10 @@ class BackwardReducer:
             backward = self._backward
             if backward is None:
                 return
-            for number in backward.aside:
-                self._parameters.slots[number].put_back(self._parameters.tensors[number])
             if not backward.local and backward.order:
                 self._finish(backward)
                 return
-            self._set(None)
+            self._close(backward)
             if self.syncing and not backward.joined:
                 self._parameters.touched = list({*self._parameters.touched, *backward.order})
 
@@ -156,8 +202,30 @@ class BackwardReducer:
                 if self._rounds.run(place, backward.requests, backward):
                     self._rounds.run(self.gradients.rounds.place, [])
         finally:
-            self._set(None)
             self._parameters.forget_sent()
+            self._close(backward)
+
+    def _close(self, backward: Backward, *, at_once: bool = True) -> None:
+        """End a pass, in whatever way it has ended; see `Slot.show_whole`."""
+        self._set(None)
+        for handle in backward.handles:
+            handle.remove()
+        for number in backward.adding:
+            parameter = self._parameters.tensors[number]
+            self._parameters.slots[number].show_whole(parameter, at_once=at_once)
+        for number in backward.order:
+            self._parameters.slots[number].release_gradient()
+        self._parameters.rest()
+
+    def look_again(self) -> None:
+        """Look at the parameters after one has gone, or torch has swapped its contents.
+
+        Now, since a backward pass calls hooks of known ones alone.
+        """
+        if self._backward is None and not self._parameters.stepping:
+            with suppress(Exception):
+                self.look()
+            self._parameters.rest()
 
     def leave(self) -> None:
         """Raise inside a backward pass, and after one whose reductions have failed."""
@@ -168,16 +236,23 @@ class BackwardReducer:
                     "gradients are reduced; call it after backward()"
                 )
             )
-        self._abandon()
+        self.abandon()
+        for other in self._parameters.others() if _current_graph_task_id() == -1 else ():
+            other.abandon()
         self._raise_error()
 
     def _raised(self, backward: Backward) -> None:
         """Called if an exception ends a backward pass; autograd on devices may keep it longer."""
         with self._lock:
             if self._backward is backward:
-                self._abandon()
+                self.abandon(at_once=True)
 
-    def _abandon(self) -> None:
+    def before_zeroing(self) -> None:
+        """End a pass that an exception has ended, and autograd keeps, before its gradients go."""
+        if _current_graph_task_id() == -1:
+            self.abandon(at_once=True)
+
+    def abandon(self, *, at_once: bool = False) -> None:
         """Take over what an unfinished backward pass started; its other gradients stay local."""
         backward = self._backward
         if backward is None:
@@ -190,12 +265,24 @@ class BackwardReducer:
             self._error = error
         finally:
             self._parameters.forget_sent()
+            if not (backward.local or backward.joined):
+                why = _COMPILED if backward.compiled else _RAISED
+                self._parameters.leave(backward.order, why)
+            self._close(backward, at_once=at_once)
 
     def _raise_error(self) -> None:
         """Raise what went wrong while an exception ended a pass."""
         error, self._error = self._error, None
         if error is not None:
             raise error
+
+
+def _compiled_twice(number: int) -> RuntimeError:
+    return RuntimeError(
+        f"DistributedOptimizer: the gradient of parameter {number} has been reduced, and a "
+        "backward pass that torch compiles would add to it; call optimizer.zero_grad() before, or "
+        "set torch._dynamo.config.compiled_autograd = False"
+    )
 
 
 def saves_time(comm: ac.Communicator, parameters: Sequence[torch.Tensor]) -> bool:
@@ -206,7 +293,7 @@ def saves_time(comm: ac.Communicator, parameters: Sequence[torch.Tensor]) -> boo
     """
     transport = group_of(comm).transport
     beside = comm.backend == "threads" or transport.local_size < transport.size
-    if beside or any(parameter.is_cuda for parameter in parameters):
+    if beside or True in [parameter.is_cuda for parameter in parameters]:
         return True
     available = cores()
     # With cores of its own, or with those that all ranks of the node share.
@@ -218,6 +305,17 @@ def saves_time(comm: ac.Communicator, parameters: Sequence[torch.Tensor]) -> boo
 @lru_cache
 def _machine_cores() -> int:
     return os.cpu_count() or 1
+
+
+class _Adds:
+    """Called before autograd adds to a gradient."""
+
+    def __init__(self, adds: Callable[..., None], *arguments: Any) -> None:
+        self._adds, self._arguments = adds, arguments
+
+    @opaque
+    def __call__(self, _: Any) -> None:
+        self._adds(*self._arguments)
 
 
 class _PassEnd:

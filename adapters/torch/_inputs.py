@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -14,8 +12,9 @@ from torch.amp.grad_scaler import GradScaler
 import arraycomm as ac
 from arraycomm._protocol.mismatch import by_ranks
 from arraycomm._training.comparison.differences import array_item
-from arraycomm._training.comparison.verification import Inputs, plain, scalar
+from arraycomm._training.comparison.verification import Inputs, is_private, plain, scalar
 from arraycomm.adapters.torch._backward import scaler_of_step
+from arraycomm.adapters.torch._modules import buffers_of, names_of
 
 Settings = list[tuple[str, Any]]
 # A name, a value, and how to set it.
@@ -26,12 +25,23 @@ class StepInputs:
     """What the steps of one optimizer depend on.
 
     The reducer has its parameters in the order that all ranks have. If the optimizer is sharded,
-    each rank has only a part of the state.
+    each rank has only a part of the state. A module, if there is one, lives as long as the
+    optimizer.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, reducer: Any, *, is_sharded: bool) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        reducer: Any,
+        module: torch.nn.Module | None,
+        *,
+        is_sharded: bool,
+    ) -> None:
         self._optimizer, self._reducer = weakref.ref(optimizer), weakref.ref(reducer)
+        self._module = None if module is None else weakref.ref(module)
         self._is_sharded = is_sharded
+        # Before the first update the state may be memory that was not written yet.
+        self.has_updated = False
         kind = type(optimizer)
         self._constants = (
             ("the class of the optimizer", f"{kind.__module__}.{kind.__qualname__}"),
@@ -69,8 +79,9 @@ class StepInputs:
         optimizer, reducer = self._optimizer(), self._reducer()
         if optimizer is not None and reducer is not None and not self._is_sharded:
             # Of the first parameter that has a state: that is in the order in which they came.
-            states = (optimizer.state.get(parameter, {}) for parameter in reducer.parameters)
-            steps = (values["step"] for values in states if "step" in values)
+            # Torch hashes a parameter in Python.
+            counted = {id(p): each["step"] for p, each in optimizer.state.items() if "step" in each}
+            steps = (counted[id(p)] for p in reducer.parameters if id(p) in counted)
             if isinstance(step := scalar(next(steps, None)), int | float):
                 yield "the step in the state", step, _leave
         if (scaler := self._scaler()) is not None:
@@ -80,16 +91,26 @@ class StepInputs:
     def _parameters(self) -> Iterator[tuple[str, Any]]:
         reducer = self._reducer()
         assert reducer is not None
+        module = self._module_now()
+        names = {} if module is None else names_of(module)
         for number, parameter in enumerate(reducer.parameters):
             if _is_dense(parameter):
-                yield f"parameter {number}", parameter
+                name = names.get(id(parameter))
+                yield f"parameter {number}" + (f" ({name})" if name else ""), parameter
+
+    def _module_now(self) -> torch.nn.Module | None:
+        return None if self._module is None else self._module()
 
     def _state(self) -> Iterator[tuple[str, Any]]:
+        """Return what else the step depends on: the module's buffers, and the optimizer's state."""
+        if (module := self._module_now()) is not None:
+            yield from buffers_of(module)
         optimizer = self._optimizer()
         if optimizer is None or self._is_sharded:
             return
         for name, parameter in self._parameters():
-            yield from _tensors(optimizer.state.get(parameter, {}), f"the state of {name}")
+            for key, tensor in _tensors(optimizer.state.get(parameter, {}), f"the state of {name}"):
+                yield key, tensor if self.has_updated else _blank(tensor)
 
 
 def _values(settings: Iterable[Setting]) -> Iterator[tuple[str, Any]]:
@@ -102,7 +123,8 @@ def _hyperparameters(optimizer: torch.optim.Optimizer | None) -> Iterator[Settin
         yield f"the number of parameters of group {number}", len(group["params"]), _leave
         for key in sorted(group):
             value = scalar(group[key])
-            if key not in ("params", "param_names") and plain(value):
+            is_of_group = key in ("params", "param_names") or is_private(key)
+            if plain(value) and not is_of_group:
                 yield f"{key} of group {number}", value, _putter(group, key)
 
 
@@ -129,13 +151,18 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_meta
 
 
+def _blank(tensor: torch.Tensor) -> torch.Tensor:
+    """Return zeros of the dtype and shape of a tensor."""
+    return tensor.new_zeros(()).expand(tensor.shape)
+
+
 def _tensors(values: Any, name: str) -> Iterator[tuple[str, Any]]:
     """Return the tensors in the state of a parameter, with their names."""
     if isinstance(values, torch.Tensor):
         if _is_dense(values):
             yield name, values
     elif isinstance(values, dict):
-        for key in sorted(values, key=str):
+        for key in sorted((key for key in values if not is_private(key)), key=str):
             yield from _tensors(values[key], f"{name}, {key}")
     elif isinstance(values, (list, tuple)):
         for place, value in enumerate(values):
@@ -145,7 +172,7 @@ def _tensors(values: Any, name: str) -> Iterator[tuple[str, Any]]:
 # The order of parameters ------------------------------------------------------------------------
 
 
-def align(optimizer: torch.optim.Optimizer, comm: ac.Communicator) -> None:
+def align(optimizer: torch.optim.Optimizer, comm: ac.Communicator, module: Any) -> None:
     """Put the parameters in the order of rank 0, if names or values prove it; collective.
 
     Python orders a set of names differently in each process. Parameters of one shape in another
@@ -153,7 +180,7 @@ def align(optimizer: torch.optim.Optimizer, comm: ac.Communicator) -> None:
     """
     tensors = [p for group in optimizer.param_groups for p in group["params"]]
     groups = [n for n, group in enumerate(optimizer.param_groups) for _ in group["params"]]
-    names = _names_of(optimizer, tensors)
+    names = _names_of(optimizer, tensors, module)
     values = [array_item("", p)[1:3] if _is_dense(p) else None for p in tensors]
     shown: list[Any] = comm.allgather_object((names, values, groups))
     for column in range(2):
@@ -194,22 +221,11 @@ def _check_groups(groups: Sequence[Sequence[int]], names: Sequence[str | None]) 
 
 
 def _names_of(
-    optimizer: torch.optim.Optimizer, tensors: Sequence[torch.Tensor]
+    optimizer: torch.optim.Optimizer, tensors: Sequence[torch.Tensor], module: Any
 ) -> list[str | None]:
-    """Return the parameters' names: those in the groups, else those in the outermost modules."""
+    """Return the parameters' names: those in the groups, else those in the module."""
     carried = [name for group in optimizer.param_groups for name in group.get("param_names", ())]
     if len(carried) == len(tensors):
         return carried
-    kind = torch.nn.Module
-    modules = [each for each in gc.get_objects() if issubclass(type(each), kind)]
-    inner = {id(child) for module in modules for child in vars(module).get("_modules", {}).values()}
-    known: dict[int, str] = {}
-    for module in modules:
-        # One that another thread is making may not have its parameters yet.
-        with suppress(AttributeError, RuntimeError):
-            for name, parameter in () if id(module) in inner else module.named_parameters():
-                # A parameter may be in several modules.
-                known[id(parameter)] = min(
-                    known.get(id(parameter), name), name, key=lambda n: (len(n), n)
-                )
-    return [known.get(id(parameter)) for parameter in tensors]
+    names = {} if module is None else names_of(module)
+    return [names.get(id(parameter)) for parameter in tensors]

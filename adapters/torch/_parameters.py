@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 import arraycomm as ac
-from arraycomm.adapters.torch._slots import Slot, slot_of, writes_to
+from arraycomm.adapters.torch._backward import scaler_of_step
+from arraycomm.adapters.torch._slots import (
+    Slot,
+    changed,
+    marked_slot,
+    marked_slots,
+    slot_of,
+    take_over,
+    writes_to,
+)
 
 
 class Parameters:
@@ -17,37 +26,102 @@ class Parameters:
 
     def __init__(self, gradients: Any) -> None:
         self.gradients = gradients
-        self.tensors: list[torch.Tensor] = []
+        # Returns the groups of the optimizer.
+        self.groups: Callable[[], Sequence[dict[str, Any]]] = list
+        self._tensors: list[torch.Tensor] | None = None
+        # Whether a step goes on.
+        self.stepping = False
         self.slots: list[Slot] = []
         # Those with gradients of backward passes for this step.
         self.touched: list[int] = []
-        # Those whose gradients the backward pass that goes on has accumulated.
-        self.accumulated: Collection[int] = ()
+        # Those whose gradients the backward pass that goes on has accumulated; None without one.
+        self.accumulated: Collection[int] | None = None
+        # Those whose gradients are being reduced.
+        self._sent: set[int] = set()
+        # A weak reference to what the hooks report to.
+        self._reducer: Callable[[], object] = lambda: None
+        # Those whose gradients backward passes have left unreduced, and why.
+        self.left: dict[int, str] = {}
 
-    def adopt(self, groups: Sequence[dict[str, Any]], reducer: object) -> bool:
-        """Have the hooks of these parameters report to a reducer; return whether any is new."""
-        tensors = list({id(p): p for each in groups for p in each["params"]}.values())
-        if list(map(id, tensors)) == list(map(id, self.tensors)):
-            self._report_to(reducer, only_free=True)
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The parameters by their numbers.
+
+        They are kept during passes and steps alone, so that it is noticed if the program drops one.
+        """
+        if self._tensors is None:
+            groups = self.groups()
+            self._tensors = list({id(p): p for each in groups for p in each["params"]}.values())
+        return self._tensors
+
+    def rest(self) -> None:
+        """Keep no parameter, unless a step or a pass goes on."""
+        if not self.stepping and self.accumulated is None:
+            self._tensors = None
+
+    def adopt(self, reducer: Any) -> bool:
+        """Have the hooks of the optimizer's parameters report to a reducer; tell if any is new."""
+        before, self._tensors = self._tensors, None
+        tensors = self.tensors
+        if marked_slots(tensors) == self.slots:
+            self._report_to(reducer, None)
             return False
-        self.note_skipped()
-        self._renumber_states(tensors)
-        self.tensors, self.slots, self.touched = tensors, list(map(slot_of, tensors)), []
-        self._report_to(reducer)
-        return True
+        had_reduced = any(slot.reduced for slot in self.slots)
+        unseen = [n for n, tensor in enumerate(tensors) if marked_slot(tensor) is None]
+        slots, old = list(map(slot_of, tensors)), self.slots
+        is_new = list(map(id, slots)) != list(map(id, old))
+        if is_new:
+            self._leave_old(slots, before, reducer)
+            self._renumber(slots)
+            self._tensors, self.slots, self.touched, self.left = tensors, slots, [], {}
+            self._report_to(reducer, *([None, reducer] if old else []))
+        if old:
+            self._note_unseen(unseen, had_reduced=had_reduced)
+        return is_new
 
-    def _renumber_states(self, tensors: list[torch.Tensor]) -> None:
-        """Keep what a compression remembers of the parameters that stay; of a copy's, of all."""
-        states = self.gradients.compressor.states
-        if states is not None and self.tensors:
-            numbers = {id(tensor): number for number, tensor in enumerate(tensors)}
-            pairs = ((old, numbers.get(id(tensor))) for old, tensor in enumerate(self.tensors))
-            states.renumber({old: new for old, new in pairs if new is not None})
+    def _leave_old(
+        self, slots: Sequence[Slot], before: list[torch.Tensor] | None, reducer: Any
+    ) -> None:
+        """End what goes on with the parameters so far, and let those go that are none any more."""
+        stay = dict(zip(map(id, slots), self.tensors, strict=True))
+        if before is not None:
+            self._tensors = before
+            reducer.abandon()
+        # Of those that have gone nobody knows whether their gradients were zeroed before.
+        self._tensors = [stay.get(id(slot), _GONE) for slot in self.slots]
+        if all(id(self.slots[number]) in stay for number in self.touched):
+            self.note_skipped()
+        for slot in self.slots:
+            if id(slot) not in stay:
+                slot.release(reducer)
+        if self.slots and self.gradients.rounds is not None:
+            self.gradients.rounds.note_others()
 
-    def _report_to(self, reducer: object, *, only_free: bool = False) -> None:
+    def _note_unseen(self, numbers: Iterable[int], *, had_reduced: bool) -> None:
+        """Note gradients in a step of parameters whose hooks no backward pass has called.
+
+        If others have been reduced in the step, these are compared between the ranks.
+        """
+        for number in numbers if self.stepping else ():
+            slot, grad = self.slots[number], self.tensors[number].grad
+            if grad is not None and not slot.is_reduced(grad):
+                slot.reduced = slot.replaced = had_reduced
+                self.left[number] = _UNSEEN
+
+    def _renumber(self, slots: Sequence[Slot]) -> None:
+        """Keep what is remembered of the parameters that stay; of a copy's, of all."""
+        if self.slots:
+            numbers = {id(slot): number for number, slot in enumerate(slots)}
+            pairs = ((old, numbers.get(id(slot))) for old, slot in enumerate(self.slots))
+            stay = {old: new for old, new in pairs if new is not None}
+            self.gradients.renumber(stay, len(slots))
+
+    def _report_to(self, reducer: object, *instead_of: object) -> None:
+        """Have the hooks report to a reducer, maybe only in place of some."""
+        self._reducer = weakref.ref(reducer)
         for number, slot in enumerate(self.slots):
-            if not only_free or slot.reducer() is None:
-                slot.reducer, slot.number = weakref.ref(reducer), number
+            if not instead_of or slot.reducer() in instead_of:
+                slot.reducer, slot.number = self._reducer, number
 
     @property
     def grads(self) -> list[torch.Tensor | None]:
@@ -63,7 +137,19 @@ class Parameters:
 
     def means(self, numbers: Iterable[int]) -> dict[int, Any]:
         """Return what this rank adds to the reduction of these parameters' gradients."""
-        unreduced = {number: self._unreduced(number) for number in numbers}
+        slots, tensors, own = self.slots, self.tensors, self._reducer
+        during = self.accumulated or ()
+        unreduced: dict[int, Any] = {}
+        for number in numbers:
+            slot, grad = slots[number], tensors[number].grad
+            if number in during and slot.reducer is own and slot.may_be_sent(grad):
+                self._sent.add(number)
+                slot.sent, slot.shown, slot.sent_version = grad, grad, slot.version
+                unreduced[number] = grad
+            elif slot.reduced and slot.sent is None and slot.whole is None:
+                unreduced[number] = None
+            else:
+                unreduced[number] = self._unreduced(number)
         sent: dict[int, Any] = self.gradients.compressor.fed_back(self.gradients.mean_of(unreduced))
         return sent
 
@@ -80,27 +166,73 @@ class Parameters:
 
         `stale` says that one which was reduced in a step before is no exception.
         """
-        slot, grad = self.slots[number], self.tensors[number].grad
+        slot = self.slots[number]
+        if self.accumulated is not None and slot.reducer() is not self._reducer():
+            # In this pass, the other optimizer reduces it that has the parameter, too.
+            return None
+        parameter = self.tensors[number]
+        slot.take_apart(parameter)
+        grad = parameter.grad
         settled = grad is None or (slot.reduced if stale else slot.is_reduced(grad))
         if slot.sent is None and grad is not None and not settled:
             _check_gradient(grad, number)
-            if number in self.accumulated and writes_to(grad) != slot.version:
+            if number in (self.accumulated or ()) and writes_to(grad) != slot.version:
                 raise _changed_inside(number)
-            slot.send(slot.made_writable(self.tensors[number]))
+            self._sent.add(number)
+            slot.send(slot.made_writable(parameter))
         return slot.shown
 
     def forget_sent(self) -> None:
         """Take the gradients that were being reduced for unreduced ones, if they are."""
-        for slot in self.slots:
-            slot.forget_sent()
+        for number in self._sent:
+            slot = self.slots[number]
+            slot.sent = slot.shown = None
+        self._sent.clear()
         self.gradients.compressor.forget()
 
-    def is_pending(self) -> bool:
-        """Return whether this rank has gradients that are not reduced."""
-        pairs = zip(self.slots, self.grads, strict=True)
-        return self.gradients.has_sums or any(
-            grad is not None and not slot.is_reduced(grad) for slot, grad in pairs
-        )
+    def leave(self, numbers: Iterable[int], why: str) -> None:
+        """Note that a backward pass has left gradients of these parameters unreduced."""
+        grads = self.grads
+        for number in numbers:
+            grad = grads[number]
+            if grad is not None and not self.slots[number].is_reduced(grad):
+                self.left[number] = why
+
+    def note_zeroed(self) -> None:
+        """Forget what backward passes have left: the program has zeroed it."""
+        self.left = {n: why for n, why in self.left.items() if not self.are_zeroed([n])}
+
+    def check_left(self) -> None:
+        """Raise if a gradient was changed that is reduced in the step: it is this rank's alone."""
+        for tensor, slot in zip(self.tensors, self.slots, strict=True):
+            if slot.whole is not None:
+                slot.take_apart(tensor)
+        for number, why in self.left.items() if self.gradients.comm.size > 1 else ():
+            slot, grad = self.slots[number], self.tensors[number].grad
+            if grad is None or slot.is_reduced(grad):
+                continue
+            # Torch does not count what a scaler writes, nor all of its own writes.
+            written = why == _UNSEEN or writes_to(grad) != slot.version
+            if (written or scaler_of_step() is not None) and not slot.was_zeroed(grad):
+                self.gradients.fail(_changed_before(number, why))
+
+    def shown_in_step(self) -> dict[str, bool]:
+        """Return what a rank in its step says of its gradients; see `Place`."""
+        slots, grads = self.slots, self.grads
+        pairs = [(slots[number], grads[number]) for number in changed(slots, grads)]
+        unreduced = (grad is not None and not slot.is_reduced(grad) for slot, grad in pairs)
+        return {
+            "pending": self.gradients.has_sums or any(unreduced),
+            "replaced": any(slot.is_replaced(grad) for slot, grad in pairs),
+            "changed": any(slot.is_changed(grad) for slot, grad in pairs),
+            "stale": any(slot.is_stale(grad) for slot, grad in pairs),
+        }
+
+    def others(self) -> list[Any]:
+        """Return to what else the hooks of these parameters report."""
+        reducers = {id(slot.reducer): slot.reducer() for slot in self.slots}
+        own = self._reducer()
+        return [each for each in reducers.values() if each is not None and each is not own]
 
     def any(self, question: Callable[[Slot, torch.Tensor | None], bool]) -> bool:
         """Ask a question about each gradient; tell whether it is true of any."""
@@ -110,14 +242,23 @@ class Parameters:
 
     def settle(self, leaves: Mapping[int, Any], *, unless_changed: bool = False) -> None:
         """Take over reduced gradients, None where no rank had one; maybe only what is unchanged."""
+        tensors, slots = self.tensors, self.slots
+        plain: list[tuple[Slot, torch.Tensor]] = []
         with torch.no_grad():
             for number, reduced in leaves.items():
-                tensor, slot = self.tensors[number], self.slots[number]
+                tensor, slot = tensors[number], slots[number]
+                if isinstance(reduced, torch.Tensor) and slot.may_be_taken_over(tensor.grad):
+                    plain.append((slot, reduced))
+                    continue
+                if reduced is None and number not in self._sent:
+                    continue
                 if unless_changed and (tensor.grad is not slot.sent or slot.was_written()):
                     continue
                 if slot.was_written():
                     self.gradients.fail(_changed_inside(number))
                 slot.settle(tensor, _like(tensor, reduced))
+            if plain:
+                take_over([slot for slot, _ in plain], [reduced for _, reduced in plain])
         if self.is_counted:
             self.touched += [number for number, reduced in leaves.items() if reduced is not None]
 
@@ -149,9 +290,20 @@ class Parameters:
 
     def forget_reduced(self) -> None:
         """Take gradients that are assigned from now on for this rank's own."""
-        self.touched = []
-        for slot, grad in zip(self.slots, self.grads, strict=True):
-            slot.forget_reduced(grad)
+        self.touched, self.left = [], {}
+        slots, grads = self.slots, self.grads
+        for number in changed(slots, grads):
+            slots[number].forget_reduced(grads[number])
+        for slot in slots:
+            slot.reduced = slot.replaced = False
+
+
+_GONE: Final = torch.empty(0)
+
+_UNSEEN: Final = (
+    "the parameter came without add_param_group, or torch has swapped its contents, and backward() "
+    "did not know it; call optimizer.zero_grad() after such a change, before backward()"
+)
 
 
 def _check_gradient(grad: torch.Tensor, number: int) -> None:
@@ -173,6 +325,13 @@ def _changed_inside(number: int) -> RuntimeError:
     return RuntimeError(
         f"DistributedOptimizer: the gradient of parameter {number} was changed inside backward(), "
         "before it was reduced, as by a hook after its accumulation; change .grad after backward()"
+    )
+
+
+def _changed_before(number: int, why: str) -> RuntimeError:
+    return RuntimeError(
+        f"DistributedOptimizer: the gradient of parameter {number} was not reduced by backward(), "
+        f"and may have been clipped or scaled as this rank's alone: {why}"
     )
 
 

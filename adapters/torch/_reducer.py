@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from arraycomm.adapters.torch._buckets import Buckets
@@ -16,12 +16,14 @@ from arraycomm.adapters.torch._rounds import BucketRounds
 class Reducer:
     """Reduces the gradients of one optimizer's parameters."""
 
-    def __init__(self, gradients: Any) -> None:
+    def __init__(self, gradients: Any, groups: Callable[[], Sequence[dict[str, Any]]]) -> None:
         self._gradients = gradients
         self._parameters, self._buckets = Parameters(gradients), Buckets(gradients)
+        self._parameters.groups = groups
         self._rounds = BucketRounds(self._parameters, self._buckets)
         self._joined = JoinedSteps(self._parameters)
-        self.note_skipped = self._parameters.note_skipped
+        self.note_skipped, self.rest = self._parameters.note_skipped, self._parameters.rest
+        self.note_zeroed = self._parameters.note_zeroed
         parts = self._parameters, self._buckets, self._rounds, self._joined
         self.in_backward = BackwardReducer(*parts)
 
@@ -30,9 +32,14 @@ class Reducer:
         """The parameters whose gradients are reduced."""
         return self._parameters.tensors
 
-    def adopt(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Reduce the gradients of all parameters of these groups from now on."""
-        if self._parameters.adopt(groups, self.in_backward):
+    @property
+    def slots(self) -> list[Any]:
+        """What stands for each of them as long as it is one."""
+        return self._parameters.slots
+
+    def adopt(self) -> None:
+        """Reduce the gradients of all parameters of the optimizer from now on."""
+        if self._parameters.adopt(self.in_backward):
             self._buckets.adopt(self._parameters.tensors)
             self._gradients.verification.restart()
 
@@ -43,6 +50,7 @@ class Reducer:
         """
         gradients, parameters = self._gradients, self._parameters
         self.in_backward.leave()
+        parameters.check_left()
         if gradients.rounds is None:
             return self._reduce_at_once()
         check_owners(parameters)
@@ -85,6 +93,15 @@ class Reducer:
         self._parameters.settle_all(reduced)
         self._parameters.forget_reduced()
 
+    def begin_step(self) -> None:
+        """Keep the parameters until the end of the step."""
+        self._parameters.stepping = True
+
+    def end_step(self) -> None:
+        """Keep them no longer."""
+        self._parameters.stepping = False
+        self.rest()
+
     # Steps with a closure
 
     def begin_evaluations(self) -> None:
@@ -96,6 +113,7 @@ class Reducer:
         """Reduce what a closure's backward pass has not; see `reduce_for_step`."""
         gradients = self._gradients
         self.in_backward.leave()
+        self._parameters.check_left()
         if gradients.rounds is None:
             self._reduce_at_once()
             return

@@ -17,7 +17,6 @@ from arraycomm.adapters.torch._backward import Backward
 from arraycomm.adapters.torch._buckets import Buckets
 from arraycomm.adapters.torch._checks import compare, judge_stale
 from arraycomm.adapters.torch._parameters import Parameters
-from arraycomm.adapters.torch._slots import Slot
 
 
 class BucketRounds:
@@ -121,15 +120,8 @@ class BucketRounds:
         return True
 
     def _place_in_step(self) -> Any:
-        parameters = self._parameters
-        return replace(
-            self._gradients.rounds.place,
-            stepping=True,
-            pending=parameters.is_pending(),
-            replaced=parameters.any(Slot.is_replaced),
-            changed=parameters.any(Slot.is_changed),
-            stale=parameters.any(Slot.is_stale),
-        )
+        shown = self._parameters.shown_in_step()
+        return replace(self._gradients.rounds.place, stepping=True, **shown)
 
     def _hand_over(self, root: int) -> None:
         """Give a rank's gradients to all: it may have clipped them, others had none to clip."""

@@ -13,9 +13,9 @@ from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
 
 import arraycomm as ac
+from arraycomm.adapters.torch._slots import Slot
 
 # Those that update each parameter from its own gradient and state.
 _PER_PARAMETER: Final = (
@@ -84,37 +84,46 @@ def _overrides(kind: type, base: type) -> bool:
 class Sharding:
     """Which rank owns each parameter of one optimizer, and what is put aside during its steps."""
 
-    def __init__(self, shards: Any) -> None:
-        self._shards = shards
-        self._owners: Any = WeakTensorKeyDictionary()
-        self._parameters: Sequence[torch.Tensor] = ()
+    def __init__(self, shards: Any, reducer: Any) -> None:
+        self._shards, self._reducer = shards, reducer
+        self._slots: Sequence[Slot] = ()
+        # The owner of each parameter.
+        self.owners: Sequence[int] = ()
         self._held: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._stepped: list[int] = []
         self._is_gathering = False
+        # Before the first update most optimizers have no state: then this rank's is the whole.
+        self._is_whole = True
 
-    def adopt(
-        self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor], owners: Any = ()
-    ) -> None:
+    def adopt(self, optimizer: torch.optim.Optimizer, owners: Sequence[int] = ()) -> None:
         """Divide new parameters over the ranks; `owners` are theirs, if they have any."""
-        if list(map(id, parameters)) == list(map(id, self._parameters)):
+        slots = self._reducer.slots
+        if list(map(id, slots)) == list(map(id, self._slots)):
             return
-        self._parameters = list(parameters)
-        known = {n: self._owners[p] for n, p in enumerate(parameters) if p in self._owners}
-        specs = [_spec(parameter) for parameter in parameters]
-        divided = self._shards.divide(specs, known or dict(enumerate(owners)))
-        for parameter, owner in zip(parameters, divided, strict=True):
-            self._owners[parameter] = owner
-        for parameter in parameters:
-            if not self._is_own(parameter):
+        self._is_whole = self._is_whole and not (optimizer.state or owners)
+        known = self._known(slots) or dict(enumerate(owners))
+        self.owners = self._shards.divide(map(_spec, self._parameters), known)
+        self._slots = slots
+        for number, parameter in enumerate(self._parameters):
+            if not self._is_own(number):
                 optimizer.state.pop(parameter, None)
 
-    @property
-    def owners(self) -> list[int]:
-        """The owner of each parameter."""
-        return [self._owners[parameter] for parameter in self._parameters]
+    def _known(self, slots: Sequence[Slot]) -> dict[int, int]:
+        """Return the owners of parameters that have one, or have taken the place of one that had.
 
-    def _is_own(self, parameter: torch.Tensor) -> bool:
-        return bool(self._owners[parameter] == self._shards.comm.rank)
+        The program has moved the state of the old one to the new one, on its owner.
+        """
+        owners = dict(zip(map(id, self._slots), self.owners, strict=True))
+        known = {n: owners[id(slot)] for n, slot in enumerate(slots) if id(slot) in owners}
+        return {**dict(enumerate(self.owners)), **known} if len(slots) == len(owners) else known
+
+    @property
+    def _parameters(self) -> Sequence[torch.Tensor]:
+        parameters: Sequence[torch.Tensor] = self._reducer.parameters
+        return parameters
+
+    def _is_own(self, number: int) -> bool:
+        return bool(self.owners[number] == self._shards.comm.rank)
 
     # Steps
 
@@ -122,9 +131,11 @@ class Sharding:
         """Put the gradients of other ranks' parameters aside."""
         # If an exception ended the last step, its gradients are of no use any more.
         self._held.clear()
-        self._stepped = [n for n, p in enumerate(self._parameters) if p.grad is not None]
-        for parameter in self._parameters:
-            if parameter.grad is not None and not self._is_own(parameter):
+        self._is_whole = False
+        parameters = self._parameters
+        self._stepped = [n for n, p in enumerate(parameters) if p.grad is not None]
+        for number, parameter in enumerate(parameters):
+            if parameter.grad is not None and not self._is_own(number):
                 self._held.append((parameter, parameter.grad))
                 parameter.grad = None
 
@@ -139,9 +150,10 @@ class Sharding:
         """Exchange the updated parameters; collective, unless none had a gradient."""
         self.give_back()
         stepped, self._stepped = self._stepped, []
-        updated = [self._parameters[number] for number in stepped]
+        parameters = self._parameters
+        updated = [parameters[number] for number in stepped]
         shards = [
-            (f"parameter {number}", self._owners[parameter], _spec(parameter), parameter.detach())
+            (f"parameter {number}", self.owners[number], _spec(parameter), parameter.detach())
             for number, parameter in zip(stepped, updated, strict=True)
         ]
         for number, values in self._shards.exchange(shards):
@@ -151,11 +163,12 @@ class Sharding:
 
     def refuse_state_dict(self, _: torch.optim.Optimizer) -> None:
         """Raise, since the optimizer's own state dict would not be whole: a hook of torch's."""
-        if not self._is_gathering:
+        if not (self._is_gathering or self._is_whole):
             raise RuntimeError(
                 "state_dict: this optimizer is sharded, so no rank has its whole state; call "
                 "arraycomm.adapters.torch.gather_state(optimizer) on all ranks for the whole state "
-                "dict, which load_state_dict takes on every rank; synchronize has no use here"
+                "dict, which load_state_dict takes on every rank; synchronize has no use here. "
+                "Accelerator.prepare asks for it unless device_placement is False for the optimizer"
             )
 
     def keep_own(
@@ -164,8 +177,11 @@ class Sharding:
         """Return what a whole state dict has for this rank: a hook of torch's."""
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        other = {n for n, p in zip(numbers, parameters, strict=False) if not self._is_own(p)}
+        places = {id(parameter): number for number, parameter in enumerate(self._parameters)}
+        pairs = zip(numbers, parameters, strict=False)
+        other = {n for n, p in pairs if not self._is_own(places[id(p)])}
         state = {n: each for n, each in state_dict["state"].items() if n not in other}
+        self._is_whole = self._is_whole and not state_dict["state"]
         return {**state_dict, "state": state}
 
     def gather(self, optimizer: torch.optim.Optimizer, root: int) -> dict[str, Any] | None:

@@ -1,7 +1,12 @@
 """Slots: the gradients of torch parameters between autograd and their reduction over ranks.
 
 Before autograd adds to a gradient that has been reduced already, this is set aside as the *base*.
-Autograd then accumulates this rank's part alone, which is reduced and added to the base.
+Autograd then accumulates this rank's part alone, which is reduced and added to the base. If a pass
+ends without that, as by an exception, `.grad` is their sum, as torch alone would have left it.
+Before anything else happens to the gradient, the two are taken apart again.
+
+Torch swaps the contents of two tensors only if nothing refers to them weakly. So a parameter has
+its slot as an attribute, and what a gradient was is told by the memory that it had.
 
 A reduction writes only where autograd writes to a gradient that is there already, and to memory
 that nobody else has. Autograd makes a new `.grad` of what the backward pass hands it: a part of
@@ -11,13 +16,69 @@ another gradient, if parameters were joined or added, or of a tensor that the pr
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from operator import attrgetter, methodcaller
+from typing import Any, Final, TypeAlias
 
 import torch
-from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
+
+from arraycomm._entries import opaque
+
+_STRIDED: Final = torch.strided
+# What torch knows of a tensor and of a storage, asked without a call of a function in Python.
+_version_of: Final[Callable[[Any], int]] = attrgetter("_version")
+_address_of: Final[Callable[[Any], int]] = attrgetter("_cdata")
+_weakly: Final[Callable[[Any], int]] = methodcaller("_weak_ref")
+_free: Final[Callable[[int], None]] = attrgetter("_free_weak_ref")(torch.UntypedStorage)
+Place: TypeAlias = tuple[int, int | torch.SymInt, tuple[int, ...]]
+
+
+class _Reserved:
+    """The addresses of some storages, which no others get meanwhile; their memory is not kept."""
+
+    __slots__ = ("_references",)
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._references = [_weakly(tensor.untyped_storage()) for tensor in tensors]
+
+    def __del__(self, free: Callable[[int], None] = _free) -> None:
+        for reference in self._references:
+            free(reference)
+
+
+# Where a dense tensor is, and what reserves the address.
+Memory: TypeAlias = tuple[Place, _Reserved]
+
+
+def _memories(tensors: Sequence[torch.Tensor]) -> list[Memory]:
+    """Return where dense tensors are, without keeping them."""
+    reserved = _Reserved(tensors)
+    return [
+        (
+            (_address_of(tensor.untyped_storage()), tensor.storage_offset(), tensor.stride()),
+            reserved,
+        )
+        for tensor in tensors
+    ]
+
+
+def _is_at(memory: Memory | None, tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is there."""
+    if memory is None or tensor.layout is not _STRIDED:
+        return False
+    return memory[0] == (
+        _address_of(tensor.untyped_storage()),
+        tensor.storage_offset(),
+        tensor.stride(),
+    )
+
+
+def _nobody() -> None:
+    """Return no reducer: a reference to one that is gone."""
 
 
 @dataclass(slots=True, eq=False)
@@ -26,7 +87,7 @@ class Slot:
 
     # A weak reference to the reducer of the optimizer made last for this parameter, and the number
     # of the parameter in it.
-    reducer: Callable[[], Any] = lambda: None
+    reducer: Callable[[], Any] = _nobody
     number: int = 0
     # What was reduced before. `.grad` is then what this rank has accumulated since.
     base: torch.Tensor | None = None
@@ -41,15 +102,41 @@ class Slot:
     # How often `.grad` had been written to when this slot last saw it, and `sent` when it was sent.
     version: int = 0
     sent_version: int = 0
-    # What the last reduction has left, and the `.grad` to which a reduction may write.
-    _result: TensorWeakRef | None = None
-    _writable: TensorWeakRef | None = None
+    # What the last reduction has left, and the `.grad` to which a reduction may write: itself
+    # during a pass, and then where it is.
+    result: Memory | None = None
+    _writable: Memory | torch.Tensor | None = None
     # `.grad` before autograd accumulated, and how often it had been written to.
     _seen: tuple[torch.Tensor, int] | None = None
+    # `.grad` as the sum of a base and of this rank's part, and the two.
+    whole: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
 
     def _is_result(self, grad: torch.Tensor | None) -> bool:
         """Return whether a gradient is the tensor that the last reduction has left."""
-        return grad is not None and self._result is not None and self._result() is grad
+        return grad is not None and _is_at(self.result, grad)
+
+    def may_be_sent(self, grad: torch.Tensor | None) -> bool:
+        """Return whether a gradient is what autograd has just made, in memory of its own."""
+        return (
+            grad is not None
+            and self._writable is grad
+            and self.sent is None
+            and self.whole is None
+            and not (self.reduced or grad.requires_grad or grad.is_inference() or _left_out)
+            and _version_of(grad) == self.version
+            and is_alone(grad)
+        )
+
+    def may_be_taken_over(self, grad: torch.Tensor | None) -> bool:
+        """Return whether nothing has happened to the gradient that was sent, and is `.grad`."""
+        return (
+            grad is not None
+            and grad is self.sent is self.shown
+            and self.base is None
+            and not (_left_out or grad.is_inference())
+            and _version_of(grad) == self.sent_version
+            and is_alone(grad)
+        )
 
     def is_reduced(self, grad: torch.Tensor) -> bool:
         """Return whether a gradient has been reduced, in this step or before."""
@@ -66,7 +153,7 @@ class Slot:
         """Take a stale gradient as reduced if all ranks' are the same, else as written by hand."""
         self.reduced = same
         if not same:
-            self._result = None
+            self.result = None
 
     def is_replaced(self, grad: torch.Tensor | None) -> bool:
         """Return whether something else has become `.grad` after it was reduced in this step."""
@@ -86,7 +173,7 @@ class Slot:
         """Return whether a gradient has been set to None or zeros since this slot last saw it."""
         if grad is None:
             return True
-        seen = self._result is None or self._result() is grad
+        seen = self.result is None or _is_at(self.result, grad)
         if seen and writes_to(grad) == self.version:
             return False
         return not grad.any()
@@ -97,27 +184,81 @@ class Slot:
             self.base = None
         return self.base
 
+    def has_base(self, grad: torch.Tensor) -> bool:
+        """Return whether a gradient is one that `set_aside` takes away, or what it has left."""
+        apart = self.base is not None or self.whole is not None
+        return (apart or self.is_reduced(grad)) and not self.was_zeroed(grad)
+
     def set_aside(self, parameter: torch.Tensor) -> bool:
         """Have autograd use a new `.grad`; return whether the old one is being reduced."""
+        self.take_apart(parameter)
         grad = parameter.grad
         if grad is not None and grad is self.sent:
             parameter.grad = None
             return True
         if grad is None:
-            self.base, self.reduced = None, False
+            self.begin()
         elif self.base_of(grad) is None and self.is_reduced(grad):
             if self.was_zeroed(grad):
                 # The program may look for its gradients in this memory.
-                self.reduced, self._result = False, None
+                self.reduced, self.result = False, None
                 return False
             self.replaced = self.is_replaced(grad)
             self.base, parameter.grad = grad, None
         return False
 
-    def put_back(self, parameter: torch.Tensor) -> None:
-        """Undo `set_aside` if nothing has been accumulated."""
-        if parameter.grad is None and self.base is not None:
-            parameter.grad, self.base = self.base, None
+    def begin(self) -> None:
+        """Note that there is no gradient, and that autograd may make one."""
+        self.base = self.whole = self._seen = None
+        self.reduced = False
+
+    def show_whole(self, parameter: torch.Tensor, *, at_once: bool) -> None:
+        """Let `.grad` be what torch alone would have left: the base, with what was accumulated.
+
+        If that is not done at once, the program may have set it to None meanwhile.
+        """
+        part, base = parameter.grad, self.base
+        if self._seen is not None and base is None and part is self._seen[0]:
+            # An exception came before anybody told this slot that autograd has added to it.
+            self.accumulated(parameter)
+        if base is not None and self.is_reduced(base):
+            # Nobody has told this slot that autograd has accumulated; it may not have.
+            if part is None:
+                parameter.grad, self.base = base if at_once else None, None
+                return
+            self.accumulated(parameter)
+            part = parameter.grad
+        base = self.base_of(part)
+        if part is None or base is None:
+            return
+        value = base
+        if part.requires_grad or base.is_inference():
+            with torch.enable_grad():
+                whole = base + part
+        else:
+            value, before = base.clone(), _version_of(base)
+            with torch.no_grad():
+                whole = base.add_(part)
+            _leave_out(whole, before)
+        self.base, self.whole = None, (whole, value, part)
+        parameter.grad, self.version = whole, writes_to(whole)
+
+    def take_apart(self, parameter: torch.Tensor) -> None:
+        """Undo `show_whole`, unless `.grad` has been changed since."""
+        if self.whole is None:
+            return
+        (whole, value, part), self.whole = self.whole, None
+        grad = parameter.grad
+        if grad is whole and writes_to(whole) == self.version:
+            if not (whole.requires_grad or whole.is_inference()):
+                before = _version_of(whole)
+                value = whole.copy_(value)
+                _leave_out(whole, before)
+            self.base, parameter.grad = value, part
+            self.version = writes_to(part)
+        elif not self.was_zeroed(grad):
+            # Nobody can tell any more what of it has been reduced.
+            self.reduced = self.replaced = True
 
     def accumulates(self, parameter: torch.Tensor) -> None:
         """Note that autograd is about to accumulate this rank's part."""
@@ -126,26 +267,35 @@ class Slot:
 
     def accumulated(self, parameter: torch.Tensor) -> None:
         """Note that autograd has accumulated this rank's part."""
-        self.reduced, self._result = False, None
         grad, seen, self._seen = parameter.grad, self._seen, None
-        self.version = 0
+        self.reduced, self.result, self._writable, self.version = False, None, grad, 0
         if grad is None:
             return
         if seen is not None and seen[0] is grad:
             _leave_out(grad, seen[1])
-        elif _is_plain(grad) and not is_alone(grad):
-            parameter.grad = grad = grad.clone()
-        self._writable = TensorWeakRef(grad)
+        elif grad.layout is _STRIDED and not (grad.requires_grad or is_alone(grad)):
+            parameter.grad = self._writable = grad = grad.clone()
         self.version = writes_to(grad)
+
+    def release_gradient(self) -> None:
+        """Keep the place of the gradient alone, after a pass."""
+        if isinstance(self._writable, torch.Tensor):
+            self._writable = _memory(self._writable)
 
     def made_writable(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return `.grad`, or a copy that takes its place if a reduction must not write to it."""
         grad = parameter.grad
         assert grad is not None
-        if self._writable is None or self._writable() is not grad:
+        self.release_gradient()
+        if not self._may_write_to(grad):
             parameter.grad = grad = grad.clone()
-            self._writable = TensorWeakRef(grad)
+            self._writable = _memory(grad)
         return grad
+
+    def _may_write_to(self, grad: torch.Tensor) -> bool:
+        return self._writable is grad or (
+            isinstance(self._writable, tuple) and _is_at(self._writable, grad)
+        )
 
     def send(self, grad: torch.Tensor) -> None:
         """Note that the reduction of a gradient has begun."""
@@ -153,6 +303,11 @@ class Slot:
         # What is written to one of two gradients in the same memory must not be reduced with the
         # other.
         self.shown = grad.clone() if _is_shared(grad) else grad
+
+    def release(self, reducer: object) -> None:
+        """Have the hooks report to nobody, if to this reducer: the parameter has left it."""
+        if self.reducer() is reducer:
+            self.reducer = _nobody
 
     def forget_sent(self) -> None:
         """Take the gradient that was being reduced for an unreduced one, if it is."""
@@ -181,9 +336,10 @@ class Slot:
 
     def note_reduced(self, grad: torch.Tensor | None) -> None:
         """Note that `.grad` is reduced now."""
-        if grad is not None:
-            self.reduced, self.version, self._result = True, writes_to(grad), TensorWeakRef(grad)
-            self._writable = self._result
+        if grad is None:
+            return
+        self.result = self._writable = _memory(grad)
+        self.reduced, self.version, self.whole = True, writes_to(grad), None
 
     def _total(
         self, parameter: torch.Tensor, sent: torch.Tensor | None, reduced: torch.Tensor
@@ -205,33 +361,77 @@ class Slot:
         return target
 
 
-_slots: Final[Any] = WeakTensorKeyDictionary()
+class _Mark:
+    """An attribute of a parameter: its slot.
+
+    It goes with the parameter, and with the hooks that torch calls: if torch swaps the contents of
+    two tensors, it swaps their attributes, too. Then the reducer looks at its parameters.
+    """
+
+    def __init__(self, slot: Slot) -> None:
+        self.slot = slot
+
+    def __del__(self) -> None:
+        reducer = None if sys.is_finalizing() else self.slot.reducer()
+        if reducer is not None:
+            reducer.look_again()
+
+    def __reduce__(self) -> tuple[type[Any], tuple[()]]:
+        # Saved with the parameter, as what everybody can load.
+        return OrderedDict, ()
+
+
+_MARK: Final = "_arraycomm"
+
+
+def marked_slots(parameters: Sequence[torch.Tensor]) -> list[Slot | None]:
+    """Return the slots to which the hooks of parameters report."""
+    return [getattr(parameter.__dict__.get(_MARK), "slot", None) for parameter in parameters]
+
+
+def marked_slot(parameter: torch.Tensor) -> Slot | None:
+    """Return the slot to which the hooks of a parameter report."""
+    return getattr(parameter.__dict__.get(_MARK), "slot", None)
 
 
 def slot_of(parameter: torch.Tensor) -> Slot:
     """Return the slot of a parameter; the first call hooks it to the parameter."""
-    slot: Slot | None = _slots.get(parameter)
+    slot = marked_slot(parameter)
     if slot is None:
-        slot = _slots[parameter] = Slot()
-        if _may_have_gradient(parameter):
-            # Torch allows hooks only while gradients are required. They stay if a parameter is
-            # frozen.
-            frozen = not parameter.requires_grad
-            if frozen:
-                parameter.requires_grad_(True)
+        slot = _swapped(parameter)
+        if slot is None:
+            slot = Slot()
             _hook(parameter, slot)
-            if frozen:
-                parameter.requires_grad_(False)
+        vars(parameter)[_MARK] = _Mark(slot)
     return slot
 
 
+def _swapped(parameter: Any) -> Slot | None:
+    """Return the slot of a parameter whose contents torch has swapped, and hook it again."""
+    hooks: dict[int, Any] = parameter._backward_hooks or {}
+    arguments = [hook.args for hook in hooks.values() if isinstance(hook, partial)]
+    slots = [each[0] for each in arguments if each and isinstance(each[0], Slot)]
+    if not slots:
+        return None
+    # The object has its hooks still, and torch calls them once they are set.
+    parameter._backward_hooks = hooks
+    parameter._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
+    return slots[0]
+
+
 def _hook(parameter: Any, slot: Slot) -> None:
-    # Not part of what torch compiles.
-    opaque: Any = torch.compiler.disable
-    before: Any = partial(opaque(_before_accumulation), slot)
+    if not _may_have_gradient(parameter):
+        return
+    before: Any = partial(_before_accumulation, slot)
     before.__torch_unserializable__ = True  # so that torch does not warn when it saves the tensor
+    # Torch allows hooks only while gradients are required. They stay if a parameter is frozen.
+    frozen = not parameter.requires_grad
+    if frozen:
+        parameter.requires_grad_(True)
     parameter.register_hook(before)
-    parameter.register_post_accumulate_grad_hook(partial(opaque(_after_accumulation), slot))
+    parameter.register_post_accumulate_grad_hook(partial(_after_accumulation, slot))
+    if frozen:
+        parameter.requires_grad_(False)
 
 
 def _may_have_gradient(parameter: torch.Tensor) -> bool:
@@ -239,12 +439,14 @@ def _may_have_gradient(parameter: torch.Tensor) -> bool:
     return numeric and parameter.is_leaf and not parameter.is_inference()
 
 
+@opaque
 def _before_accumulation(slot: Slot, _: torch.Tensor) -> None:
     reducer = slot.reducer()
     if reducer is not None:
         reducer.before_accumulation(slot)
 
 
+@opaque
 def _after_accumulation(slot: Slot, parameter: torch.Tensor) -> None:
     reducer = slot.reducer()
     if reducer is not None:
@@ -259,15 +461,15 @@ def writes_to(grad: torch.Tensor) -> int:
     """
     if grad.is_inference():
         return 0
-    dense = grad.layout is torch.strided
-    left_out = _left_out.get(_memory_of(grad), 0) if _left_out and dense else 0
-    return _version_of(grad) - left_out
+    if _left_out and grad.layout is _STRIDED:
+        return _version_of(grad) - _left_out.get(_address_of(grad.untyped_storage()), 0)
+    return _version_of(grad)
 
 
 def _leave_out(grad: torch.Tensor, before: int) -> None:
     """Leave writes since `before` out of what `writes_to` returns for others in the same memory."""
     if _is_shared(grad):
-        memory = _memory_of(grad)
+        memory = _address_of(grad.untyped_storage())
         _left_out[memory] = _left_out.get(memory, 0) + _version_of(grad) - before
 
 
@@ -275,34 +477,67 @@ def _leave_out(grad: torch.Tensor, before: int) -> None:
 _left_out: Final[dict[int, int]] = {}
 
 
-def _memory_of(grad: torch.Tensor) -> int:
-    return int(grad.untyped_storage()._cdata)
+def _memory(tensor: torch.Tensor) -> Memory | None:
+    return _memories([tensor])[0] if tensor.layout is _STRIDED else None
 
 
 def is_alone(tensor: torch.Tensor) -> bool:
     """Return whether no other tensor and no other library has the memory of a tensor."""
-    if tensor.layout is not torch.strided:
+    if tensor.layout is not _STRIDED or (
+        _uses_of(_address_of(tensor.untyped_storage())) != _ONE_TENSOR
+    ):
         return False
     storage = tensor.untyped_storage()
     # Otherwise NumPy or another library has it, or had.
-    return (storage.resizable() or storage.is_cuda) and not _is_shared(tensor)
+    return storage.resizable() or storage.is_cuda
+
+
+def take_over(slots: Sequence[Slot], reduced: Sequence[torch.Tensor]) -> None:
+    """Write reduced gradients over those that were sent, which are still the parameters'.
+
+    Each is one that `Slot.settle` would write there; this does so for all at once.
+    """
+    sent: list[Any] = [slot.sent for slot in slots]
+    torch.autograd.graph.increment_version(sent)
+    pairs = [pair for pair in zip(sent, reduced, strict=True) if pair[0] is not pair[1]]
+    if pairs:
+        torch._foreach_copy_([grad for grad, _ in pairs], [result for _, result in pairs])
+    for slot, grad, memory in zip(slots, sent, _memories(sent), strict=True):
+        slot.sent = slot.shown = slot.base = slot.whole = None
+        slot.result = slot._writable = memory
+        slot.reduced, slot.version = True, _version_of(grad)
+
+
+def changed(slots: Sequence[Slot], grads: Sequence[torch.Tensor | None]) -> list[int]:
+    """Return the places of gradients that are not just what the reduction of this step has left."""
+    return [
+        place
+        for place, (slot, grad) in enumerate(zip(slots, grads, strict=True))
+        if slot.replaced
+        or slot.reduced is (grad is None)
+        # As `_is_at` and `writes_to` say it, without a call for each gradient of each step.
+        or (
+            grad is not None
+            and (
+                slot.result is None
+                or grad.layout is not _STRIDED
+                or grad.is_inference()
+                or slot.result[0]
+                != (_address_of(grad.untyped_storage()), grad.storage_offset(), grad.stride())
+                or (writes_to(grad) if _left_out else _version_of(grad)) != slot.version
+            )
+        )
+    ]
 
 
 def _is_shared(tensor: torch.Tensor) -> bool:
     """Return whether another tensor has the memory of a tensor, if it is dense."""
-    return tensor.layout is torch.strided and bool(_uses_of(_memory_of(tensor)) != _ONE_TENSOR)
-
-
-def _is_plain(grad: torch.Tensor) -> bool:
-    """Return whether a gradient can be reduced at all; see `_check_gradient`."""
-    return grad.layout is torch.strided and not grad.requires_grad
-
-
-def _version_of(tensor: torch.Tensor) -> int:
-    return int(tensor._version)
+    return tensor.layout is torch.strided and bool(
+        _uses_of(_address_of(tensor.untyped_storage())) != _ONE_TENSOR
+    )
 
 
 # How many objects have some memory. A torch that does not count them has every new gradient copied.
 _uses_of: Any = getattr(torch._C, "_storage_Use_Count", lambda memory: -1)
 _alone = torch.empty(1)
-_ONE_TENSOR: Final = max(_uses_of(_memory_of(_alone)), 0)
+_ONE_TENSOR: Final = max(_uses_of(_address_of(_alone.untyped_storage())), 0)

@@ -7,11 +7,14 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Final, TypeVar
 
+import numpy as np
 import torch
 from torch.distributed import ProcessGroup, ReduceOp
 
 import arraycomm as ac
+from arraycomm._calls.custom_ops import Op
 from arraycomm._communicator import runner_of
+from arraycomm._entries import untraced
 from arraycomm.adapters.torch_distributed._works import Call, Lane, Message
 
 T = TypeVar("T")
@@ -40,6 +43,7 @@ _ABSENT: Final = (
 )
 
 
+@untraced
 class ArrayCommProcessGroup(_Base):  # type: ignore[misc]
     """A process group over a communicator of its own, and over another one for its messages."""
 
@@ -154,9 +158,10 @@ class ArrayCommProcessGroup(_Base):  # type: ignore[misc]
             for tensor in tensors:
                 op, x = self._ready(_reduction, opts, tensor)
                 if tensor.layout == torch.sparse_coo:
-                    _sum_sparse(self.comm, tensor, op, limit)
+                    _sum_sparse(self.comm, tensor, limit)
                 else:
                     self.comm.allreduce(x, op, out=_plain(tensor), **limit)
+                    self._finish(op, tensor)
 
         return self._do(call, tensors, opts)
 
@@ -170,6 +175,8 @@ class ArrayCommProcessGroup(_Base):  # type: ignore[misc]
                 op, x = self._ready(_reduction, opts, tensor)
                 out = _plain(tensor) if self.comm.rank == opts.rootRank else None
                 self.comm.reduce(x, op, opts.rootRank, out=out, **limit)
+                if out is not None:
+                    self._finish(op, out)
 
         return self._do(call, tensors, opts)
 
@@ -181,6 +188,7 @@ class ArrayCommProcessGroup(_Base):  # type: ignore[misc]
                 op, x = self._ready(_reduction, opts, *parts)
                 got = self.comm.reduce_scatter(x, op, counts=_lengths(parts), **limit)
                 _fill(output, got)
+                self._finish(op, output)
 
         return self._do(call, outputs, opts)
 
@@ -194,6 +202,7 @@ class ArrayCommProcessGroup(_Base):  # type: ignore[misc]
                 op, x = self._ready(_reduction, opts, given)
                 out = self._ready(_flat, output)
                 self.comm.reduce_scatter(self._by_ranks(x), op, out=out, **limit)
+                self._finish(op, out)
                 _written(output, out)
 
         return self._do(call, outputs, opts)
@@ -206,6 +215,11 @@ class ArrayCommProcessGroup(_Base):  # type: ignore[misc]
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     _reduce_scatter_base = reduce_scatter_single
+
+    def _finish(self, op: str | Op, total: torch.Tensor) -> None:
+        """Divide a sum that has to be a mean of integers."""
+        if op is _INTEGER_MEAN:
+            _divide(total, self.comm.size)
 
     # Movements
 
@@ -384,21 +398,60 @@ def _pairs(*lists: Sequence[Any]) -> list[Any]:
     return list(zip(*lists, strict=True))
 
 
-def _reduction(opts: Any, *parts: torch.Tensor) -> tuple[str, torch.Tensor]:
-    """Return a reduction's name and the tensor that goes into it, joined if there are several."""
+def _reduction(opts: Any, *parts: torch.Tensor) -> tuple[str | Op, torch.Tensor]:
+    """Return a reduction and the tensor that goes into it, joined if there are several."""
     x = _plain(parts[0]) if len(parts) == 1 else _joined(*parts)
     op: Any = ReduceOp(ReduceOp.SUM) if opts is None else opts.reduceOp
-    return _OPS[op.op], x * op.factor if op.op == ReduceOp.PREMUL_SUM else x
+    if x.layout == torch.sparse_coo and op.op != ReduceOp.SUM:
+        raise TypeError(f"all_reduce: sparse tensors have only sums; got {op.op}")
+    if op.op == ReduceOp.PREMUL_SUM:
+        return "sum", _scaled(x, op.factor)
+    if op.op == ReduceOp.AVG and not _is_inexact(x) and x.dtype != torch.bool:
+        return _INTEGER_MEAN, x
+    return _OPS[op.op], x
 
 
-def _sum_sparse(
-    comm: ac.Communicator, tensor: torch.Tensor, op: str, limit: dict[str, Any]
-) -> None:
+def _is_inexact(x: torch.Tensor) -> bool:
+    return x.is_floating_point() or x.is_complex()
+
+
+def _scaled(x: torch.Tensor, factor: Any) -> torch.Tensor:
+    if not _is_inexact(x):
+        raise TypeError(
+            f"PREMUL_SUM: the tensor must have a floating or complex dtype; got {x.dtype}; "
+            "multiply it, and use SUM"
+        )
+    scaled: torch.Tensor = x * factor
+    return scaled
+
+
+def integer_mean(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Add what `_divide` then divides; torch itself adds only some integers."""
+    total: torch.Tensor = torch.from_numpy(np.asarray(np.add(a.numpy(), b.numpy())))
+    return total
+
+
+# An operation of its own, so that ranks that ask for a sum do not agree with it.
+_INTEGER_MEAN: Final = ac.op(integer_mean, elementwise=True)
+
+
+def _divide(total: torch.Tensor, size: int) -> None:
+    """Divide integers, towards zero as NCCL does; their dtype may be too narrow for the divisor."""
+    x = np.from_dlpack(_plain(total))
+    wide = x if x.itemsize == 8 else x.astype(np.int64)
+    _fill(total, torch.from_numpy(np.asarray((wide - np.fmod(wide, size)) // size)))
+
+
+def _sum_sparse(comm: ac.Communicator, tensor: torch.Tensor, limit: dict[str, Any]) -> None:
     """Sum a sparse tensor, as of embeddings' gradients, in place: all ranks get all elements."""
-    if op != "sum":
-        raise TypeError(f"all_reduce: sparse tensors have only sums; got {op!r}")
-    with torch.no_grad():
+    with torch.inference_mode(tensor.is_inference()), torch.no_grad():
         own = tensor.detach().coalesce()
+        shapes = comm.allgather(torch.tensor(tensor.shape), **limit).tolist()
+        if shapes != shapes[:1] * comm.size:
+            raise ac.MismatchError(
+                "all_reduce: a sparse tensor must have the same shape on every rank; got the "
+                f"shapes {shapes} on ranks 0 to {comm.size - 1}"
+            )
         where = comm.allgatherv(own.indices().T.contiguous(), **limit)
         values = comm.allgatherv(own.values(), **limit)
         tensor.copy_(torch.sparse_coo_tensor(where.T, values, tensor.shape).coalesce())

@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Final
+from urllib.parse import parse_qsl, urlsplit
 
-from torch._C._distributed_c10d import HashStore, Store, TCPStore
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 import arraycomm as ac
 from arraycomm._launch import detect
@@ -47,19 +48,25 @@ _made: Final[dict[tuple[int, ...], _Made]] = {}
 def make_group(options: Any, _: Any = None) -> ArrayCommProcessGroup:
     """Make a process group for torch.distributed; its ranks call this at the same time."""
     ranks = tuple(options.global_ranks_in_group)
+    made = _made.setdefault(ranks or tuple(range(options.group_size)), _Made())
+    made.count += 1
+    number = made.count
+    options.store = PrefixStore(_unused_prefix(number), options.store)
     comm = _of_some(options, list(ranks)) if ranks else _of_all(options)
     if not ranks:
         _World.comm = comm
-    made = _made.setdefault(ranks or tuple(range(comm.size)), _Made())
     made.free(comm)
     messages = comm.dup()
-    made.count += 1
-    number = made.count
 
     def keep() -> None:
         made.destroyed[number] = [comm, messages]
 
     return ArrayCommProcessGroup(options.group_id, options.store, comm, messages, keep)
+
+
+def _unused_prefix(number: int) -> str:
+    """Name keys that no group has used before: torchrun keeps its store when it starts again."""
+    return f"arraycomm/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '')}/{number}"
 
 
 def _of_all(options: Any) -> ac.Communicator:
@@ -70,12 +77,14 @@ def _of_all(options: Any) -> ac.Communicator:
     world = ac.init()
     if world.size != size:
         raise ac.BackendUnavailableError(
-            f"init_process_group: torch.distributed has {size} ranks, but arraycomm has "
-            f"{world.size}; start the program with: arraycomm run -n {size} …"
+            f"init_process_group: WORLD_SIZE, or world_size, must be {world.size}, as many ranks "
+            f"as arraycomm has; got {size}; unset it and RANK, or start the program with: "
+            f"arraycomm run -n {size} …"
         )
     numbered = world.split(0, rank)
     assert numbered is not None
     with numbered:
+        _agreed_rank(numbered, {"RANK": str(rank), "WORLD_SIZE": str(size)})
         return numbered.dup(timeout=options.timeout.total_seconds())
 
 
@@ -107,8 +116,8 @@ def _on_node(options: Any) -> ac.Communicator:
 def _meet(options: Any) -> None:
     """Wait for the ranks of a group, for as long as its timeout: MPI itself would wait for ever."""
     store, size = options.store, options.group_size
-    store.set(f"arraycomm/{options.group_rank}", "here")
-    store.wait([f"arraycomm/{rank}" for rank in range(size)], options.timeout)
+    store.set(f"here/{options.group_rank}", "")
+    store.wait([f"here/{rank}" for rank in range(size)], options.timeout)
 
 
 # The rendezvous
@@ -117,16 +126,42 @@ Meeting = Iterator[tuple[Store, int, int]]
 
 
 def rendezvous_or(others: Callable[..., Meeting]) -> Callable[..., Meeting]:
-    """Return a rendezvous handler: arraycomm's if nothing has numbered the ranks, else `others`."""
+    """Return a rendezvous handler: arraycomm's if it knows the ranks and `others` cannot meet."""
 
     def meet(url: str, timeout: timedelta = timedelta(minutes=30), **options: Any) -> Meeting:
-        if "RANK" in os.environ or "rank=" in url:
+        said = _numbers(url)
+        addressed = all(map(os.environ.get, ("MASTER_ADDR", "MASTER_PORT")))
+        known = ac.is_initialized() or detect(os.environ) is not None
+        if said["RANK"] and (not known or (addressed and said["WORLD_SIZE"])):
             yield from others(url, timeout=timeout, **options)
         else:
             comm = ac.init()
-            yield _make_store(comm, timeout), comm.rank, comm.size
+            rank = _agreed_rank(comm, said)
+            yield _make_store(comm, timeout), rank, comm.size
 
     return meet
+
+
+def _numbers(url: str) -> dict[str, str]:
+    """Return what the program or the environment says of this rank, and of how many there are."""
+    said = dict(parse_qsl(urlsplit(url).query))
+    names = ("RANK", "WORLD_SIZE")
+    return {name: said.get(name.lower()) or os.environ.get(name, "") for name in names}
+
+
+def _agreed_rank(comm: ac.Communicator, said: dict[str, str]) -> int:
+    """Return the number that torch is to have for this rank; raise on all if they do not fit."""
+    own = {"RANK": str(comm.rank), "WORLD_SIZE": str(comm.size)}
+    every = comm.allgather_object({name: said[name] or own[name] for name in own})
+    ranks, sizes = ([each[name] for each in every] for name in own)
+    if set(sizes) == {own["WORLD_SIZE"]} and set(ranks) == set(map(str, range(comm.size))):
+        return int(ranks[comm.rank])
+    raise ac.BackendUnavailableError(
+        f"init_process_group: WORLD_SIZE must be {comm.size}, as many ranks as were started, and "
+        f"RANK another one from 0 on each; got WORLD_SIZE {', '.join(sizes)} and RANK "
+        f"{', '.join(ranks)}; start as many ranks, unset both, or set them so, as the arguments "
+        "rank and world_size if you pass these"
+    )
 
 
 def _make_store(comm: ac.Communicator, timeout: timedelta) -> Store:

@@ -14,12 +14,14 @@ import torch
 from torch.distributed import Work
 
 import arraycomm as ac
+from arraycomm._entries import untraced
 
 # Polls of a message in which nothing but the core is given up; then the wait sleeps between polls.
 _POLLS: Final = 2000
 _NAP: Final = 5e-5
 
 
+@untraced
 class _Awaitable(Work):
     """What torch asks of work, over `is_completed`, `result` and the error."""
 
@@ -70,6 +72,7 @@ class _Awaitable(Work):
         return self._tensors
 
 
+@untraced
 class Call(_Awaitable):
     """A collective: made by the thread that waits for it, or by the thread of its lane."""
 
@@ -175,6 +178,7 @@ class Lane:
             call.settle()
 
 
+@untraced
 class Message(_Awaitable):
     """A message under way, which waits for no collective, and no collective for it.
 

@@ -1,60 +1,95 @@
 """Classes with arithmetic of their own: their elements mean more than their memory.
 
-A quantity has a unit, a masked array a mask. A sum of their memory would be a wrong number, and a
-copy of it would lose what it means. So they are refused by name, in every collective.
+A quantity has a unit, a masked array a mask, the product of two matrices is another one than that
+of arrays. A sum of their memory would be a wrong number, and a copy of it would lose what it means.
+So they are refused by name, in every collective.
 """
 
 from __future__ import annotations
 
-import sys
 from typing import Any, Final, NoReturn
 
 import numpy as np
 
 from arraycomm._arrays.buffer import type_name
 
-# What a class defines to take part in the arithmetic of NumPy's arrays, or of torch's tensors.
-_OF_NUMPY: Final = ("__array_ufunc__", "__array_function__")
-_OF_TORCH: Final = "__torch_function__"
-# Their classes compute as plain arrays do: torchvision's say what a tensor shows, and JAX's, which
-# eager programs leave behind, carry its own dtype.
-_KNOWN: Final = frozenset(("torch", "torchvision", "jax"))
+_BINARY: Final = (
+    *("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "divmod", "pow"),
+    *("lshift", "rshift", "and", "or", "xor"),
+)
+_UNARY_AND_ORDER: Final = ("neg", "pos", "abs", "invert", "lt", "le", "gt", "ge")
+# What a class defines to take part in the arithmetic of NumPy's arrays, or of torch's tensors. None
+# means that it takes no part.
+_OF_OTHERS: Final = ("__array_ufunc__", "__array_function__", "__torch_function__")
+_PROTOCOLS: Final = (*_OF_OTHERS, "__array_wrap__")
+_ARITHMETIC: Final = (
+    *(f"__{side}{name}__" for name in _BINARY for side in ("", "r", "i")),
+    *(f"__{name}__" for name in _UNARY_AND_ORDER),
+    *_PROTOCOLS,
+)
+# The frameworks, and packages whose subclasses of their arrays compute as plain arrays do, and only
+# say more of them: where an image is from, or that an array was changed.
+_PLAIN: Final = frozenset(
+    (
+        *("builtins", "enum", "numpy", "ml_dtypes", "torch", "jax", "jaxlib", "cupy", "mlx"),
+        *("array_api_strict", "torchvision", "imageio", "pyvista", "trimesh"),
+    )
+)
+# NumPy's own classes in which operators mean something else.
+_OTHER_OPERATORS: Final = frozenset(("matrix", "chararray"))
 
 
-def numpy_subclass_has_own(kind: type) -> bool:
-    """Return whether a subclass of NumPy's arrays has arithmetic of its own."""
-    own = any(getattr(kind, name) is not getattr(np.ndarray, name) for name in _OF_NUMPY)
-    return own and not _is_known(kind)
+def has_own(kind: type) -> bool:
+    """Return whether a class of a framework's arrays or numbers overrides their arithmetic."""
+    plain = next(base for base in kind.__mro__ if _is_plain(base))
+    return any(_overrides(kind, plain, name) for name in _ARITHMETIC)
 
 
-def torch_subclass_has_own(kind: type) -> bool:
-    """Return whether a subclass of torch's tensors has arithmetic of its own."""
-    torch: Any = sys.modules["torch"]
-    if _is_known(kind):
+def _is_plain(found: Any) -> bool:
+    module = str(getattr(found, "__module__", None) or "").partition(".")[0]
+    return module in _PLAIN and getattr(found, "__name__", "") not in _OTHER_OPERATORS
+
+
+def _overrides(kind: type, plain: type, name: str) -> bool:
+    found = _defined(kind, name)
+    if found is None and name in _PROTOCOLS:
         return False
-    # Torch has a parameter's results be plain tensors.
-    return _function(kind) not in map(_function, (torch.Tensor, torch.nn.Parameter))
+    if name == "__torch_function__" and _is_plain(found):
+        # Torch's own function for classes whose results are plain tensors.
+        return False
+    return found is not _defined(plain, name)
 
 
-def _is_known(kind: type) -> bool:
-    return kind.__module__.partition(".")[0] in _KNOWN
-
-
-def _function(kind: Any) -> Any:
-    found = getattr(kind, _OF_TORCH, None)
-    return getattr(found, "__func__", found)
+def _defined(kind: type, name: str) -> Any:
+    # `getattr` would find the operators of classes themselves, such as `int | str`.
+    return next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None)
 
 
 def foreign_has_own(x: Any) -> bool:
-    """Return whether an object of no framework has arithmetic of its own."""
-    return any(hasattr(type(x), name) for name in (*_OF_NUMPY, _OF_TORCH))
+    """Return whether an object of no framework, which has operators as any, is not for others'."""
+    return any(getattr(type(x), name, None) is not None for name in _OF_OTHERS)
 
 
 def refuse(x: Any, name: str) -> NoReturn:
     """Raise for an array whose class has arithmetic of its own."""
     raise TypeError(
         f"{name} is {type_name(x)}, a class with arithmetic of its own: its memory does not say "
-        f"all that its elements mean (a unit, a mask); pass the plain array (such as "
-        f"{name}.to_numpy(), {name}.value, {name}.magnitude, or torch.Tensor.as_subclass({name}, "
-        "torch.Tensor)), and convert it to the same unit on all ranks before"
+        f"all that its elements mean (a unit, a mask, another product); pass {_plain(x, name)}, "
+        "in the same unit on all ranks"
     )
+
+
+def _plain(x: Any, name: str) -> str:
+    """Return how to get the plain array or number."""
+    if isinstance(x, np.ndarray):
+        return f"the plain array, numpy.asarray({name})"
+    if isinstance(x, np.generic):
+        return f"the plain number, {name}.item()"
+    for number in (int, float, complex):
+        if isinstance(x, number):
+            return f"the plain number, {number.__name__}({name})"
+    if hasattr(x, "as_subclass"):
+        return f"the plain array, torch.Tensor.as_subclass({name}, torch.Tensor)"
+    ways = ("magnitude", "value", "to_numpy()", "compute()")
+    found = [f", {name}.{way}" for way in ways if hasattr(type(x), way.removesuffix("()"))]
+    return "".join(["the plain array", *found[:1]])

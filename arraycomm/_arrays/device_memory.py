@@ -21,21 +21,7 @@ Piece = tuple["DeviceBuffer | None", int, int]
 
 
 class DeviceBuffer:
-    """One-dimensional, contiguous memory on a device.
-
-    Parameters
-    ----------
-    address : int
-        The address of the first byte.
-    count : int
-        The number of elements.
-    dtype : dtype
-        NumPy's or ml_dtypes'.
-    owner : object
-        Kept alive as long as this buffer and every slice of it.
-    memory : DeviceMemory
-        Copies elements that are assigned to a slice.
-    """
+    """One-dimensional, contiguous memory on a device."""
 
     __slots__ = ("address", "dtype", "memory", "owner", "size")
 
@@ -45,7 +31,9 @@ class DeviceBuffer:
         self.address = address
         self.size = count
         self.dtype = dtype
+        # Kept alive as long as this buffer and every slice of it.
         self.owner = owner
+        # Copies elements that are assigned to a slice.
         self.memory = memory
 
     def __len__(self) -> int:

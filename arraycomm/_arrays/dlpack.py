@@ -106,11 +106,22 @@ class Memory:
         self.owner = owner
 
 
+def attribute(x: Any, name: str, label: str) -> Any:
+    """Return an attribute of `x`, None if it has none."""
+    try:
+        return getattr(x, name, None)
+    except MemoryError:
+        raise
+    except Exception as error:
+        raise BufferError(f"{label}.{name} raised {describe(error)}") from error
+
+
 def device_of(x: Any, label: str) -> tuple[int, int]:
     """Return `x.__dlpack_device__()`, checked to be a pair of integers."""
     try:
         kind, index = x.__dlpack_device__()
-        return operator.index(kind), operator.index(index)
+        # Paddle gives no index of the host.
+        return operator.index(kind), 0 if index is None else operator.index(index)
     except MemoryError:
         raise
     except Exception as error:

@@ -9,7 +9,6 @@ import numpy as np
 
 from arraycomm._arrays.buffer import CPU, BufferView, Device, allocate
 from arraycomm._arrays.frameworks import BY_NAME
-from arraycomm._arrays.results import to_framework
 from arraycomm._arrays.typing import ArrayT
 from arraycomm._arrays.views import NOTHING, result_prototype, view
 from arraycomm._entries import entry
@@ -132,7 +131,7 @@ def _through_host(source: BufferView, like: BufferView, copy: bool | None) -> An
     if framework.takes_over(array.dtype) and (unfit or (copy is True and not private)):
         array = allocate(array.shape, array.dtype)
         np.copyto(array, source.array)
-    result = to_framework(array, like)
+    result = framework.to_framework(array, like)
     why_copied = framework.reason_copied(result, array)
     if copy is False and array.size:
         _refuse_copy(why_copied)

@@ -30,12 +30,7 @@ _BYTE: Final = np.dtype(np.uint8)
 class Staging:
     """A pool of pinned memory. A block returns to it when the array over the block is deleted.
 
-    Parameters
-    ----------
-    pin : callable
-        Returns new pinned memory of so many bytes, as an array of uint8.
-    kept : int
-        How many unused bytes are kept; blocks beyond that are unpinned.
+    `pin` returns new memory of so many bytes. Blocks beyond `kept` unused bytes are unpinned.
     """
 
     def __init__(self, pin: Callable[[int], Array], kept: int = KEPT) -> None:

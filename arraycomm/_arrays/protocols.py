@@ -8,14 +8,18 @@ import numpy as np
 
 from arraycomm._arrays import dlpack
 from arraycomm._arrays.arithmetic import foreign_has_own, refuse
-from arraycomm._arrays.buffer import Array, BufferView, to_native, type_name
+from arraycomm._arrays.autodiff import refuse_differentiated
+from arraycomm._arrays.buffer import Array, BufferView, to_native
 from arraycomm._arrays.frameworks.cupy import as_cupy, read_cupy
+from arraycomm._arrays.frameworks.namespace import to_namespace
+from arraycomm._arrays.frameworks.python import no_array
+
+_NAMES: Final = "__dlpack__, __array_interface__, __cuda_array_interface__"
 
 
 def read_foreign(x: Any, name: str) -> BufferView:
     """Read `x` by the first protocol that works. If none does, raise the first refusal."""
-    if foreign_has_own(x):
-        refuse(x, name)
+    check_foreign(x, name)
     refusals: list[BufferError] = []
     try:
         for protocol in _PROTOCOLS:
@@ -31,19 +35,21 @@ def read_foreign(x: Any, name: str) -> BufferView:
     finally:
         # The errors' tracebacks have this frame, and with it the array.
         refusals.clear()
-    raise TypeError(
-        f"{name} must be an array or a number; got {type_name(x)}, which has none of "
-        "__dlpack__, __array_interface__, __cuda_array_interface__ and the buffer protocol; "
-        "convert it with numpy.asarray, use bcast_object or allreduce_tree, or, inside a tree, "
-        "give its class a method __arraycomm_tree__"
-    )
+    raise no_array(x, name, f", which has none of {_NAMES} and the buffer protocol")
+
+
+def check_foreign(x: Any, name: str) -> None:
+    """Raise for an object whose elements mean more than its memory, wherever that is."""
+    if foreign_has_own(x):
+        refuse(x, name)
+    refuse_differentiated(x, name)
 
 
 def _by_dlpack(x: Any, label: str) -> BufferView | None:
-    if _attribute(x, "__dlpack__", label) is None:
+    if dlpack.attribute(x, "__dlpack__", label) is None:
         return None
     device = dlpack.CPU_DEVICE
-    if _attribute(x, "__dlpack_device__", label) is not None:
+    if dlpack.attribute(x, "__dlpack_device__", label) is not None:
         device = dlpack.device_of(x, label)
     if device[0] in dlpack.CUDA:
         return _through_cupy(x, label)
@@ -53,13 +59,16 @@ def _by_dlpack(x: Any, label: str) -> BufferView | None:
 
 
 def _foreign_view(array: Array, x: Any, copied: bool, label: str) -> BufferView:
-    has_namespace = _attribute(x, "__array_namespace__", label) is not None
-    framework = "namespace" if has_namespace else "numpy"
-    return BufferView(array, framework, x, not array.flags.writeable, copied)
+    if dlpack.attribute(x, "__array_namespace__", label) is None:
+        return BufferView(array, "numpy", x, not array.flags.writeable, copied)
+    found = BufferView(array, "namespace", x, not array.flags.writeable, copied)
+    # So that a class that can be no result is refused before anything is sent.
+    to_namespace(np.empty((0,) * array.ndim, array.dtype), found)
+    return found
 
 
 def _by_cuda_interface(x: Any, label: str) -> BufferView | None:
-    interface = _attribute(x, "__cuda_array_interface__", label)
+    interface = dlpack.attribute(x, "__cuda_array_interface__", label)
     if interface is None:
         return None
     if not isinstance(interface, dict):
@@ -89,14 +98,14 @@ def _through_cupy(x: Any, label: str) -> BufferView:
 
 
 def _by_array_interface(x: Any, label: str) -> BufferView | None:
-    interface = _attribute(x, "__array_interface__", label)
+    interface = dlpack.attribute(x, "__array_interface__", label)
     if interface is None:
         return None
     return _described(dlpack.from_array_interface(interface, x, label), x, label)
 
 
 def _by_array_struct(x: Any, label: str) -> BufferView | None:
-    capsule = _attribute(x, "__array_struct__", label)
+    capsule = dlpack.attribute(x, "__array_struct__", label)
     if capsule is None:
         return None
     return _described(dlpack.from_array_struct(capsule, x, label), x, label)
@@ -124,15 +133,6 @@ def _described(array: Array, x: Any, label: str) -> BufferView:
     found = _foreign_view(native, x, native is not array, label)
     found.readonly = not array.flags.writeable
     return found
-
-
-def _attribute(x: Any, attribute: str, label: str) -> Any:
-    try:
-        return getattr(x, attribute, None)
-    except MemoryError:
-        raise
-    except Exception as error:
-        raise BufferError(f"{label}.{attribute} raised {dlpack.describe(error)}") from error
 
 
 _PROTOCOLS: Final = (

@@ -24,7 +24,17 @@ def to_framework(array: Array, like: BufferView) -> Any:
     The caller must not use `array` any more: the framework takes its memory over if it can, see
     `Framework.takes_over`.
     """
-    return BY_NAME[like.framework].to_framework(array, like)
+    framework = BY_NAME[like.framework]
+    made = framework.to_framework(array, like)
+    if framework.promoting_like is None:
+        return made
+    return framework.promoting_like(made, like.source)
+
+
+def check_result(shape: tuple[int, ...], dtype: DType, like: BufferView) -> None:
+    """Raise unless a result like an array of an unknown type can be made; others always can."""
+    if like.framework == "namespace":
+        to_framework(allocate(shape, dtype), like)
 
 
 def commit_out(out: BufferView) -> Any:

@@ -17,13 +17,18 @@ _MOST: Final = 1024
 
 
 class FastPath:
-    """A prepared call. It returns the result, or None if the call has to be made in full.
+    """A prepared call. It returns NotImplemented if the call has to be made in full.
 
     One of this class itself stands for calls that have none, so that nobody looks again.
     """
 
     def __call__(self, *args: Any) -> Any:
         """Make the call."""
+        return NotImplemented
+
+    def start(self, *args: Any) -> Any:
+        """Start the call, and return a request."""
+        return NotImplemented
 
     def count(self) -> Count | None:
         """Return what this path has done so far, unless it is counted elsewhere."""
@@ -78,6 +83,12 @@ class FastPaths:
         if len(self._paths) >= _MOST:
             self.forget()
         self._paths[key] = path
+
+    def drop(self, key: Hashable) -> None:
+        """Give up the fast path of calls with this key; its figures are kept."""
+        path = self._paths.pop(key, None)
+        if path is not None and (count := path.count()) is not None:
+            self._statistics.absorb([count])
 
     def forget(self) -> None:
         """Give up all fast paths; their figures are kept."""

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final, NamedTuple
 
 import numpy as np
 
+from arraycomm._arrays.results import check_result
 from arraycomm._calls.placement import (
     DeferredResultBuffer,
     Destination,
@@ -27,6 +28,22 @@ from arraycomm._protocol.agreement import Agreement
 from arraycomm._protocol.group import Group
 from arraycomm._protocol.header import Signature, register
 from arraycomm._transports.base import Bytes, Flat, Steps
+
+
+class Share(NamedTuple):
+    """What a rank gets of arrays that have come with the headers.
+
+    It is made of the arrays of some ranks: of that part of each which has this number, if all parts
+    are equally long. They are folded by `op`, or come one after the other if that is None.
+    """
+
+    ranks: range
+    part: int = 0
+    op: str | None = None
+
+
+# What a rank gets that gets nothing.
+NO_SHARE: Final = Share(range(0))
 
 
 @dataclass(slots=True)
@@ -100,6 +117,10 @@ class Operation:
         """Return what travels with the header, if it fits in `room` bytes; -1 is no room at all."""
         return None
 
+    def share(self) -> Share | None:
+        """Return what this rank gets of what comes with the headers; None if a table cannot say."""
+        return None
+
     def steps(self, agreement: Agreement) -> Steps:
         """Move what has not come with the headers."""
         yield from ()
@@ -117,6 +138,8 @@ class Operation:
         self, to: Destination, shape: tuple[int, ...], dtype: DType, *, deferred: bool
     ) -> ResultBuffer:
         """Return memory for a result; it is `deferred` if the header tells the shape."""
+        if to.out is None and not deferred:
+            check_result(shape, dtype, to.like)
         make = DeferredResultBuffer if deferred else ResultBuffer
         target = make(self.placement, to, shape, dtype)
         self.copies += target.copies

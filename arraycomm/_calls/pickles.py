@@ -20,7 +20,12 @@ _UNREADABLE: Final = frozenset(
 )
 
 
-def dumps(obj: Any, name: str = "obj") -> Bytes:
+_PARTS: Final = (
+    "send parts that pickle takes, such as functions and classes that a module has by name"
+)
+
+
+def dumps(obj: Any, name: str = "obj", remedy: str = _PARTS) -> Bytes:
     """Return the pickle of an object, as an array of bytes; errors call the object by `name`."""
     stream = io.BytesIO()
     try:
@@ -28,10 +33,7 @@ def dumps(obj: Any, name: str = "obj") -> Bytes:
     except MemoryError:
         raise
     except Exception as error:
-        raise TypeError(
-            f"{name} cannot be pickled ({describe(error)}); send parts that pickle takes, such as "
-            "functions and classes that a module has by name"
-        ) from error
+        raise TypeError(f"{name} cannot be pickled ({describe(error)}); {remedy}") from error
     return np.frombuffer(stream.getbuffer(), np.uint8)
 
 

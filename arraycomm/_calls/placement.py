@@ -13,7 +13,13 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from arraycomm._arrays.buffer import Array, BufferView, allocate
-from arraycomm._arrays.results import allocate_like, commit_out, to_framework, view_out
+from arraycomm._arrays.results import (
+    allocate_like,
+    check_result,
+    commit_out,
+    to_framework,
+    view_out,
+)
 from arraycomm._arrays.views import view
 from arraycomm._dtypes import DType
 from arraycomm._protocol.agreement import Agreement, UndeliveredError
@@ -111,6 +117,11 @@ class StagedTreePlacement(HostPlacement):
     """A tree as host memory, wherever its leaves are."""
 
     tree = True
+
+    def view(self, x: Any, name: str = "x") -> BufferView:
+        found = super().view(x, name)
+        check_result(found.shape, found.dtype, found)
+        return found
 
 
 class Placements:
@@ -226,6 +237,7 @@ class ResultBuffer:
         self, placement: HostPlacement, to: Destination, shape: tuple[int, ...], dtype: DType
     ) -> None:
         self._placement, self._like = placement, to.like
+        self.shape, self.dtype = shape, dtype
         self._out = None if to.out is None else placement.view_out(to.out, shape, dtype)
         self._made: Any = None
         self._direct = False

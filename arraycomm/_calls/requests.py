@@ -3,27 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, ClassVar, Generic, NoReturn, Protocol, Self
+from typing import Any, ClassVar, Final, Generic, NoReturn, Protocol, Self
 
 from arraycomm._arrays.typing import T, T_co
+from arraycomm._callsite import trim
 from arraycomm._entries import entry, opaque
 from arraycomm._errors import CommTimeoutError
 from arraycomm._protocol.engine import NotFinishedError
 from arraycomm._protocol.group import Group
 from arraycomm._protocol.task import Task
 from arraycomm._transports.base import Steps
+from arraycomm._transports.control import ControlChannel
 
 # What a thread does that takes a result, so that it can use it.
 Follow = Callable[[], None]
 
 
-def noting(program: Steps, found: Callable[[], Follow | None], after: list[Follow]) -> Steps:
-    """Note what a thread has to do that takes the result, whichever thread has made it."""
+class Ended:
+    """The end of a call: its last step, and what a thread has to do that takes the result."""
+
+    step = 0
+    follow: Follow | None = None
+
+
+# That of calls which leave nothing to do.
+_NOTHING: Final = Ended()
+
+
+def noting(
+    program: Steps, found: Callable[[], Follow | None], control: ControlChannel, ended: Ended
+) -> Steps:
+    """Note the end of a call, whichever thread has made it."""
     found()  # of a call before, whose result was taken at once
     result = yield from program
-    follow = found()
-    if follow is not None:
-        after.append(follow)
+    ended.follow, ended.step = found(), control.step
     return result
 
 
@@ -58,22 +71,18 @@ class Request(ProcessBound, Generic[T_co]):
     _instead = "wait for it, and pickle its result"
 
     def __init__(
-        self,
-        group: Group,
-        task: Task,
-        site: str,
-        after: list[Follow] | None = None,
-        *,
-        awaited: bool = False,
+        self, group: Group, task: Task, site: str, ended: Ended = _NOTHING, *, awaited: bool = False
     ) -> None:
         self._group = group
         # Whether it is a part of a blocking call.
         self._awaited = awaited
-        self._after = [] if after is None else after
+        self._ended = ended
+        # Called with the result and the last step of the call, by the first who waits for it.
+        self.remember: Callable[[T_co, int], None] | None = None
         self._task = task
         self._site = site
 
-    @entry
+    @opaque
     def wait(self, timeout: float | None = None) -> T_co:
         """Wait for it to finish, and return what the blocking form returns.
 
@@ -87,39 +96,45 @@ class Request(ProcessBound, Generic[T_co]):
         CommTimeoutError
             It is not finished after `timeout` seconds. It goes on: wait again.
         """
+        group, task = self._group, self._task
         try:
-            with self._group.turn():
-                self._task.waited_for = True
-                result: T_co = self._finish(timeout)
-                self._follow()
-                return result
+            with group.engine as engine:
+                task.waited_for = True
+                if group.tracer is None or self._awaited:
+                    result: T_co = engine.finish(task, timeout)
+                else:
+                    with group.tracer.wait(group, self._site):
+                        result = engine.finish(task, timeout)
+                if self._ended.follow is not None:
+                    self._follow()
+            if self.remember is not None:
+                remember, self.remember = self.remember, None
+                remember(result, self._ended.step)
+            return result
         except NotFinishedError:
             raise CommTimeoutError(
                 f"the request made at {self._site} is not finished after {timeout} seconds"
             ) from None
+        except BaseException as error:
+            trim(error)
+            raise
         finally:
-            self._task.waited_for = False
+            task.waited_for = False
 
     def _follow(self) -> None:
         """Let this thread use the result."""
-        while self._after:
-            self._after.pop()()
-
-    def _finish(self, timeout: float | None) -> Any:
-        engine, tracer = self._group.engine, self._group.tracer
-        if tracer is None or self._awaited:
-            return engine.finish(self._task, timeout)
-        with tracer.wait(self._group, self._site):
-            return engine.finish(self._task, timeout)
+        follow, self._ended.follow = self._ended.follow, None
+        if follow is not None:
+            follow()
 
     @entry
     def test(self) -> bool:
         """Push it on without waiting, and tell whether it is finished."""
-        self._group.engine.advance()
-        if self._task.finished and self._task.error is None:
+        finished = self._group.engine.test(self._task)
+        if finished and self._task.error is None:
             self._task.outcome.claim()
             self._follow()
-        return self._task.finished
+        return finished
 
     def give_up(self, error: BaseException) -> None:
         """End it, because its caller was interrupted while waiting."""

@@ -15,7 +15,7 @@ from typing import Any, Final, ParamSpec, Protocol
 from arraycomm._calls.fast_paths import FastPaths
 from arraycomm._calls.operation import Context, Operation
 from arraycomm._calls.placement import HostPlacement, Placements, StagedTreePlacement
-from arraycomm._calls.requests import Follow, Request, noting
+from arraycomm._calls.requests import Ended, Request, noting
 from arraycomm._calls.statistics import Statistics
 from arraycomm._callsite import call_site, describe_raise, trim
 from arraycomm._errors import name_operation
@@ -100,17 +100,17 @@ class Runner:
 
     def start(self, operation: OperationClass[P], *args: P.args, **kwargs: P.kwargs) -> Request:
         """Start a call that goes on while the caller does something else."""
-        site, after = call_site(), list[Follow]()
+        site, ended = call_site(), Ended()
         try:
             with self.group.turn():
                 prepare = self._preparing(True, operation, *args, **kwargs)
                 program = self._program(operation.name, prepare, site)
-                program = noting(program, self.placements.after, after)
+                program = noting(program, self.placements.after, self.group.control, ended)
                 task = self.group.engine.submit(program, site)
         except BaseException as error:
             trim(error)
             raise
-        return Request(self.group, task, site, after)
+        return Request(self.group, task, site, ended)
 
     def set_guard(self, guard: Guard | None) -> None:
         """Have a guard asked before every call, or none."""
@@ -123,25 +123,22 @@ class Runner:
         with self.group.turn():
             self.group.engine.run(self._tell(name, error, describe_raise(error)))
 
-    def settle(
+    def settling(
         self,
         agreeing: Generator[Handle, None, Agreement],
+        site: str | None,
         operation: OperationClass[P],
         *args: P.args,
         **kwargs: P.kwargs,
-    ) -> Any:
+    ) -> Steps:
         """Go on with a call whose header has been shown, and differs from that of other ranks.
 
-        The caller has the turn.
+        `site` is that of a request.
         """
-        prepare = self._preparing(False, operation, *args, **kwargs)
-
-        def steps() -> Steps:
-            agreement = yield from agreeing
-            made = prepare(self.placements.host)
-            return (yield from self._go_on(made, prepare, agreement, None))
-
-        return self.group.engine.run(self.group.guarded(steps()))
+        prepare = self._preparing(site is not None, operation, *args, **kwargs)
+        agreement = yield from agreeing
+        made = prepare(self.placements.host)
+        return (yield from self._go_on(made, prepare, agreement, site))
 
     def _preparing(
         self, is_request: bool, operation: OperationClass[P], *args: P.args, **kwargs: P.kwargs
@@ -197,7 +194,7 @@ class Runner:
         if deferred:
             # The header is checked later, in whichever thread.
             site = site or call_site()
-        show(group.control, _prefix(operation), operation.payload)
+        show(group.control, prefix_of(operation), operation.payload)
         signature, negotiable = operation.signature, operation.negotiable
         agreeing = agree(group.control, signature, negotiable=negotiable, site=site)
         if deferred:
@@ -258,7 +255,7 @@ class Runner:
             group.close(error)
 
 
-def _prefix(operation: Operation) -> bytes:
+def prefix_of(operation: Operation) -> bytes:
     """Return the header of a call."""
     payload = -1 if operation.payload is None else len(operation.payload)
     flag = operation.placement.device_flag
@@ -271,6 +268,8 @@ def _finished(operation: Operation, agreement: Agreement) -> Steps:
     """Move what has not come with the headers, and hand the result over."""
     try:
         yield from operation.steps(agreement)
+        if operation.payload is None:
+            operation.group.watchdog.check_given_up()
         try:
             return operation.result(agreement)
         except UndeliveredError:

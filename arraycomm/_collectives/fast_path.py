@@ -1,16 +1,19 @@
-"""The fast paths of reductions (see `_calls/fast_paths.py`), if the native part is there.
+"""The fast paths of collectives (see `_calls/fast_paths.py`), if the native part is there.
 
-They do what a call does otherwise (view, header, movement, fold, result), with everything that
-depends only on operation, dtype and shape worked out beforehand. A small one is one call of the
-native part, which calls back if a rank is late, or if ranks call different things. If anything is
-unusual they hand over.
+They do what a call does otherwise (view, header, movement, fold, result), with everything worked
+out beforehand that depends only on the operation, dtype and shape. A small one is one call of the
+native part, which calls back if a rank is late, or if ranks show something else than the last time.
+If anything is unusual they hand over.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from time import perf_counter
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -18,35 +21,216 @@ from arraycomm._arrays.buffer import Array, BufferView, allocate
 from arraycomm._arrays.results import allocate_like, commit_out, to_framework, view_out
 from arraycomm._arrays.views import view
 from arraycomm._calls.fast_paths import FastPath
+from arraycomm._calls.operation import NO_SHARE, Context, Operation, Share
 from arraycomm._calls.placement import Destination
-from arraycomm._calls.runner import Runner
+from arraycomm._calls.requests import Request
+from arraycomm._calls.runner import OperationClass, Runner, prefix_of
 from arraycomm._calls.statistics import Count
+from arraycomm._callsite import call_site, trim
+from arraycomm._collectives.movements import FromRoot
 from arraycomm._collectives.reductions import Allreduce
+from arraycomm._dtypes import DType
 from arraycomm._errors import TransportError
 from arraycomm._folds import in_c
 from arraycomm._native import compiled
-from arraycomm._protocol.agreement import agree
-from arraycomm._protocol.header import MAX_DIMS, Signature, encode
+from arraycomm._protocol.agreement import UndeliveredError, agree
+from arraycomm._protocol.header import MAX_DIMS, ON_HOST, Headers, Signature, encode
 from arraycomm._reduce import chunks
 from arraycomm._reduce.algorithms import allreduce
+from arraycomm._transports.base import Steps
+from arraycomm._transports.control import PREFIX, ControlChannel
 
-_CURRENT: Final = ("allreduce", None)
+# The digest in a header, by which ranks compare calls.
+_DIGEST: Final = slice(0, 8)
+_PLAIN: Final = (np.ndarray, type(None))
+# What is sent, the memory for the result, and what makes of that what the caller gets.
+_Found = tuple[Any, Any, Callable[[], Any] | None]
+# Stands for a call that has been made once: many are never made again.
+_ONCE: Final = FastPath()
 
 
-def remember(runner: Runner, x: Any, op: str) -> None:
-    """Keep the fast path of a reduction that has just succeeded without it."""
-    # A guard has to see every call.
-    if runner.guard is not None:
+def call(
+    runner: Runner,
+    timeout: float | None,
+    operation: OperationClass[...],
+    x: Any = None,
+    rest: tuple[Any, ...] = (),
+    out: Any = None,
+) -> Any:
+    """Make a call `operation(context, x, *rest, out)`, by its fast path if there is one."""
+    # A fast path waits as long as the communicator's timeout says.
+    key, fast = (None, None) if timeout is not None else _find(runner, operation, x, rest, out)
+    try:
+        if fast is not None and (result := fast(x, out)) is not NotImplemented:
+            return result
+        result = runner.call_within(timeout, operation, x, *rest, out)
+    except BaseException as error:
+        trim(error)
+        raise
+    if key is not None and (fast is None or fast is _ONCE):
+        _remember(runner, key, operation, x, out, result, again=fast is _ONCE)
+    return result
+
+
+def start(
+    runner: Runner,
+    operation: OperationClass[...],
+    x: Any = None,
+    rest: tuple[Any, ...] = (),
+    out: Any = None,
+) -> Request[Any]:
+    """Start a call like those of `call`; the two have their fast paths in common."""
+    key, fast = _find(runner, operation, x, rest, out)
+    try:
+        if fast is not None and (made := fast.start(x, out)) is not NotImplemented:
+            return made  # type: ignore[no-any-return]
+    except BaseException as error:
+        trim(error)
+        raise
+    request = runner.start(operation, x, *rest, out)
+    if key is not None and (fast is None or fast is _ONCE):
+        request.remember = partial(_remember, runner, key, operation, x, out, again=fast is _ONCE)
+    return request
+
+
+def _find(
+    runner: Runner, operation: OperationClass[...], x: Any, rest: tuple[Any, ...], out: Any
+) -> tuple[tuple[Any, ...] | None, FastPath | None]:
+    """Return the key of a call and its fast path, if they have any."""
+    try:
+        array = (None, out is None, None) if x is None else (type(x), x.dtype, x.shape)
+        # Numbers of several types are equal, as 1 and 1.0, and not all of them may be a root.
+        key = (operation, *array, tuple(map(type, rest)), *rest)
+        return key, runner.fast_paths.find(key)
+    except Exception:
+        # The full call checks x, and lets the other ranks know of an error.
+        return None, None
+
+
+def _remember(
+    runner: Runner,
+    key: tuple[Any, ...],
+    operation: OperationClass[...],
+    x: Any,
+    out: Any,
+    result: Any,
+    ended: int | None = None,
+    *,
+    again: bool,
+) -> None:
+    """Keep the fast path of a call that has just succeeded without it, maybe `again`.
+
+    One that has `ended` in an earlier step than the last one has left nothing to look at.
+    """
+    turn, rest = runner.group.engine.turn, key[5:]
+    # A guard has to see every call. A function may be another one in each.
+    if runner.guard is not None or not {*map(type, rest)} <= {str, int, type(None)}:
         return
-    with suppress(Exception):
-        keep(runner, (type(x), op, x.dtype, x.shape), x, op)
+    if operation is Allreduce:
+        keep(runner, key, x, *rest)
+    elif not _may_keep(runner, x) or ended not in (None, runner.group.control.step):
+        return
+    elif not again:
+        runner.fast_paths.keep(key, _ONCE)
+    elif turn.acquire(False):
+        try:
+            path: FastPath | None = None
+            with suppress(Exception):
+                made = operation(Context(runner.group, runner.placements), x, *rest, out)
+                step = _step(runner, made, x, result)
+                path = step and SmallCall(runner, _Call(key, operation, rest), step)
+            runner.fast_paths.keep(key, path or FastPath())
+        finally:
+            turn.release()
+
+
+def _may_keep(runner: Runner, x: Any) -> bool:
+    """Return whether calls with an array like x may have a fast path."""
+    paths = runner.fast_paths
+    # An array on a device would be copied from there to be looked at.
+    return paths.repeats is not None and paths.may_keep and not runner.placements.on_device(x)
+
+
+class _Form(NamedTuple):
+    """The dtype and the shape of an array."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class _Call(NamedTuple):
+    """A call `operation(context, x, *rest, out)`, and the key by which its fast path is found."""
+
+    key: tuple[Any, ...]
+    operation: OperationClass[...]
+    rest: tuple[Any, ...]
+
+
+class _Step(NamedTuple):
+    """What a rank shows in the step of a call, with the array that it sends, and what it gets.
+
+    `headers` is what all ranks have shown, or its beginning, one after the other. If the call is
+    `plain`, its arrays are NumPy's.
+    """
+
+    signature: Signature
+    header: bytes
+    headers: bytes
+    sends: _Form | None
+    gets: _Form | None
+    share: Share
+    plain: bool
+
+
+def _step(runner: Runner, made: Operation, x: Any, result: Any) -> _Step | None:
+    """Return the step of a small call that has just been made; None if it is not known."""
+    control, share = runner.group.control, made.share()
+    found = Headers(control)
+    made.payload = made.pack(made.placement.inline_bytes)
+    header, shown = prefix_of(made), bytes(control.mine[control.step & 1][PREFIX])
+    is_large = made.payload is None and made.header_independent
+    # If further steps have been made, it is lost what all ranks have shown.
+    if share is None or is_large or not made.placement.host or shown != header:
+        return None
+    # What is on a device of another rank does not come with its header, nor from one in `join`.
+    calls = set(map(found.call_digest, range(control.size)))
+    if found.device_flags() != {ON_HOST} or len(calls) > 1:
+        return None
+    plain = type(x) in _PLAIN and type(result) in _PLAIN
+    source: BufferView | None = None if made.payload is None else getattr(made, "source", None)
+    if source is not None and source.copied:
+        # It would be copied in each call.
+        return None
+    sends = None if source is None else _Form(source.dtype, source.shape)
+    gets = None if made.target is None else _Form(made.target.dtype, made.target.shape)
+    compared = _DIGEST
+    if isinstance(made, FromRoot):
+        compared, known = slice(None), found.array(made.root)
+        if known is None or found.payload_bytes(made.root) < 0 or not (plain or made.is_root):
+            return None
+        gets = _Form(*known)
+    elif not found.agree():
+        return None
+    headers = _shown(control, header, compared)
+    return _Step(made.signature, header, headers, sends, gets, share, plain)
+
+
+def _shown(control: ControlChannel, own: bytes, compared: slice) -> bytes:
+    """Return what all ranks have shown in the last step."""
+    parity = control.step & 1
+    if control.alike[parity]:
+        return own[compared] * control.size
+    return b"".join(row[PREFIX].tobytes()[compared] for row in control.rows[parity])
 
 
 def keep(runner: Runner, key: tuple[Any, ...], x: Any, op: str, note: str = "") -> None:
     """Keep the fast path of a reduction by a key; ranks compare the note together with the op."""
     group, paths = runner.group, runner.fast_paths
-    # An array on a device would be copied from there to be looked at.
-    if paths.repeats is None or not paths.may_keep or runner.placements.on_device(x):
+    if not _may_keep(runner, x):
         return
     large = getattr(x, "nbytes", 0) > group.inline_bytes
     # Ranks that compare no headers go without one if their arrays are large.
@@ -60,37 +244,50 @@ def keep(runner: Runner, key: tuple[Any, ...], x: Any, op: str, note: str = "") 
         if source.copied:
             # It would be copied each time to see that.
             paths.keep(key, FastPath())
-        elif large:
-            paths.keep(key, LargeAllreduce(runner, op, source, note))
-        else:
-            path = SmallAllreduce(runner, op, source, note)
-            paths.keep(key, path)
-            if type(x) is np.ndarray and not note:
-                paths.repeats.remember(op, path.exchange)
+            return
+        form = _Form(source.dtype, source.shape)
+        signature = Signature("allreduce", op + note, None, *form)
+        header = encode(signature, -1 if large else form.nbytes)
+        headers, share = header[_DIGEST] * group.size, Share(range(group.size), 0, op)
+        call = _Call(key, Allreduce, (op,))
+        step = _Step(signature, header, headers, form, form, share, type(x) is np.ndarray)
+        if large:
+            step = step._replace(sends=None, gets=None, share=NO_SHARE)
+            paths.keep(key, LargeAllreduce(runner, call, step, form))
+            return
+        path = SmallCall(runner, call, step)
+        paths.keep(key, path)
+        if type(x) is np.ndarray and not note:
+            paths.repeats.remember(op, path.exchange)
 
 
-class FastAllreduce(FastPath):
-    """`allreduce` of one op, dtype and shape; see `FastPath`."""
+class _Exchanged(FastPath):
+    """Calls whose headers the native part exchanges."""
 
-    def __init__(
-        self, runner: Runner, op: str, source: BufferView, note: str, *, inline: bool
-    ) -> None:
+    def __init__(self, runner: Runner, call: _Call, step: _Step) -> None:
         group, control = runner.group, runner.group.control
-        dtype, shape = source.dtype, source.shape
         self._runner, self._group, self._engine = runner, group, group.engine
-        self._dtype, self._shape, self._op = dtype, shape, op
-        self._signature = Signature("allreduce", op + note, None, dtype, shape)
-        self._nbytes = source.array.nbytes
-        self.exchange = compiled.Exchange(
+        self._call, self._signature = call, step.signature
+        self._current = (call.operation.name, None)
+        share, (sends, sent), (gets, given) = step.share, _size(step.sends), _size(step.gets)
+        fold, dtype = -1, None
+        if step.gets is not None:
+            dtype = step.gets.dtype
+            fold = -1 if share.op is None else in_c.number_of(share.op, dtype)
+        part = given // max(len(share.ranks), 1) if fold < 0 else given
+        self.exchange: Any = compiled.Exchange(
             memory=control.slots,
             rank=control.rank,
             size=control.size,
             slot=control.slot,
-            header=encode(self._signature, self._nbytes if inline else -1),
-            nbytes=self._nbytes if inline else 0,
-            fold=in_c.number_of(op, dtype),
+            header=step.header,
+            headers=step.headers,
+            takes=(sends, sent),
+            gives=(gets, given),
+            ranks=(share.ranks.start, share.ranks.stop),
+            place=share.part * part,
+            fold=fold,
             dtype=dtype,
-            shape=shape,
             control=control,
             queue=group.engine.queue,
             turn=group.engine.turn,
@@ -99,11 +296,15 @@ class FastAllreduce(FastPath):
             nodes=control.native,
         )
 
+    def free(self) -> None:
+        """Let go of the native part's object, which has this one, and the memory of the slots."""
+        self.exchange = None
+
     def await_others(self) -> None:
         """Wait until every rank has posted this step, where the native part has stopped."""
         control = self._group.control
         control.go_on()
-        self._group.watchdog.current = _CURRENT
+        self._group.watchdog.current = self._current
         self._engine.wait_for(control.done, handle=control)
 
     def give_up(self, error: BaseException) -> None:
@@ -112,85 +313,166 @@ class FastAllreduce(FastPath):
         if isinstance(error, TransportError):
             self._group.watchdog.explain_failure(error)
 
-    def settle(self, x: Array, out: Array) -> None:
-        """Raise on every rank if calls differ; go on if arrays are on devices elsewhere."""
-        agreeing = agree(self._group.control, self._signature)
-        out[...] = self._runner.settle(agreeing, Allreduce, x, self._op, None)
+    def settle(self, x: Any, out: Any) -> Any:
+        """Raise on every rank if calls differ; else make the rest of the call in full."""
+        steps = self._settling(x, out, None)
+        return self._engine.run(self._group.guarded(steps))
+
+    def _settling(self, x: Any, out: Any, site: str | None) -> Steps:
+        key, operation, rest = self._call
+        if isinstance(operation, type) and issubclass(operation, FromRoot):
+            # What ranks show may be another array of the root from now on.
+            self._runner.fast_paths.drop(key)
+        agreeing = agree(self._group.control, self._signature, site=site)
+        return self._runner.settling(agreeing, site, operation, x, *rest, out)
 
 
-class SmallAllreduce(FastAllreduce):
-    """The fast path of arrays that are small enough to travel with the header."""
+def _size(form: _Form | None) -> tuple[tuple[int, ...], int]:
+    return ((), 0) if form is None else (form.shape, form.nbytes)
 
-    def __init__(self, runner: Runner, op: str, source: BufferView, note: str) -> None:
-        super().__init__(runner, op, source, note, inline=True)
-        self._numpy = type(source.source) is np.ndarray
+
+class SmallCall(_Exchanged):
+    """The fast path of calls whose arrays are small enough to travel with the header."""
+
+    def __init__(self, runner: Runner, call: _Call, step: _Step) -> None:
+        super().__init__(runner, call, step)
+        self._sends, self._gets, self._plain = step.sends, step.gets, step.plain
+        self._make = self.exchange.make
 
     def __call__(self, x: Any, out: Any) -> Any:
-        if self._numpy:
-            if out is None:
-                out = allocate(self._shape, self._dtype)
-            elif (
-                type(out) is not np.ndarray
-                or out.dtype != self._dtype
-                or out.shape != self._shape
-                or not out.flags.carray
-            ):
-                return None
-            return out if self._reduce(x, out) else None
+        if not self._plain:
+            found = self._look(x, out)
+            if found is None:
+                return NotImplemented
+            own, target, deliver = found
+            result = self._make(own, target, x, out)
+            return deliver() if result is target and deliver is not None else result
+        into = self._into(out)
+        if into is NotImplemented:
+            return into
+        if self._sends is None:
+            return self._make(None, into, x, out)
+        result = self._make(x, into, x, out)
+        if result is NotImplemented and not x.flags.c_contiguous:
+            return self._make(x.copy(), into, x, out)
+        return result
+
+    def start(self, x: Any, out: Any) -> Any:
+        # That of who has called the communicator's method, which has called `start` above.
+        group, site = self._group, call_site(3)
+        with self._engine as engine:
+            found = self._look_plain(x, out) if self._plain else self._look(x, out)
+            if found is None or group.closed is not None:
+                return NotImplemented
+            steps = self._steps(self.exchange, x, out, *found, site)
+            task = engine.submit(group.guarded(steps), site)
+        return Request(group, task, site)
+
+    def free(self) -> None:
+        super().free()
+        self._make = FastPath()
+
+    def _steps(
+        self,
+        exchange: Any,
+        x: Any,
+        out: Any,
+        own: Any,
+        target: Any,
+        deliver: Callable[[], Any] | None,
+        site: str,
+    ) -> Steps:
+        """Make the call as a request, which goes on if the path is given up meanwhile."""
+        group, name = self._group, self._call.operation.name
+        if group.closed is not None:
+            raise group.closed_error(name)
+        group.watchdog.current = (name, site)
+        exchange.post(own if self._sends is None or own.flags.c_contiguous else own.copy())
+        if group.control.native is not None:
+            group.control.go_on()
+        yield group.control
+        if not exchange.finish(target):
+            return (yield from self._settling(x, out, site))
+        try:
+            return target if deliver is None else deliver()
+        except Exception as error:
+            undelivered = UndeliveredError(error)
+            undelivered.name(name)
+            raise undelivered from error
+
+    def _into(self, out: Any) -> Any:
+        """Return the memory for the result of a plain call, or NotImplemented."""
+        gets = self._gets
+        if gets is None:
+            return None
+        if out is None:
+            return allocate(gets.shape, gets.dtype)
+        fits = type(out) is np.ndarray and (out.dtype, out.shape) == gets and out.flags.carray
+        return out if fits else NotImplemented
+
+    def _look_plain(self, x: Any, out: Any) -> _Found | None:
+        into = self._into(out)
+        return None if into is NotImplemented else (x if self._sends else None, into, None)
+
+    def _look(self, x: Any, out: Any) -> _Found | None:
+        """Look at the arrays of a framework."""
+        gets = self._gets
         try:
             source = view(x)
-            into = None if out is None else view_out(out, self._shape, self._dtype)
+            into = None if out is None or gets is None else view_out(out, gets.shape, gets.dtype)
         except Exception:
             return None
         # One that had to be copied may be on a device, where the full call leaves it.
-        if source.copied or source.dtype != self._dtype or source.shape != self._shape:
+        if source.copied or (source.dtype, source.shape) != self._sends:
             return None
+        own = source.array if source.array.flags.c_contiguous else source.array.copy()
         if into is not None and into.array.flags.carray:
-            return commit_out(into) if self._reduce(source.array, into.array) else None
-        target = allocate_like(self._shape, self._dtype, source)
-        if not self._reduce(source.array, target):
-            return None
+            return own, into.array, partial(commit_out, into)
+        if gets is None:
+            return own, None, None
+        target = allocate_like(gets.shape, gets.dtype, source)
         if into is None:
-            return to_framework(target, source)
-        into.array[...] = target
-        return commit_out(into)
-
-    def _reduce(self, x: Array, out: Array) -> bool:
-        """Reduce, unless another call is under way; return whether that was done."""
-        reduced: bool = self.exchange.reduce(x if x.flags.c_contiguous else x.copy(), out)
-        return reduced
+            return own, target, partial(to_framework, target, source)
+        return own, target, partial(_write_out, into, target)
 
     def count(self) -> Count:
         calls, seconds = self.exchange.counts()
-        return Count("allreduce", calls, calls * self._nbytes, seconds)
+        nbytes = 0 if self._sends is None else self._sends.nbytes
+        return Count(self._call.operation.name, calls, calls * nbytes, seconds)
 
 
-class LargeAllreduce(FastAllreduce):
-    """The fast path of arrays whose elements move after the header."""
+def _write_out(into: BufferView, elements: Array) -> Any:
+    into.array[...] = elements
+    return commit_out(into)
 
-    def __init__(self, runner: Runner, op: str, source: BufferView, note: str) -> None:
-        super().__init__(runner, op, source, note, inline=False)
+
+class LargeAllreduce(_Exchanged):
+    """The fast path of `allreduce` of arrays whose elements move after the header."""
+
+    def __init__(self, runner: Runner, call: _Call, step: _Step, form: _Form) -> None:
+        super().__init__(runner, call, step)
+        (self._op,), (self._dtype, self._shape), self._nbytes = call.rest, form, form.nbytes
         self._link = runner.group.transport
         self._calls, self._seconds = 0, 0.0
 
     def __call__(self, x: Any, out: Any) -> Any:
         if type(x) is type(out) is np.ndarray and self._is_plain(x, out):
-            return out if self._reduce(x, out) else None
+            return out if self._reduce(x, out) else NotImplemented
         try:
             source = view(x)
             if source.copied or source.dtype != self._dtype or source.shape != self._shape:
-                return None
+                return NotImplemented
             into = None if out is None else view_out(out, self._shape, self._dtype)
             own = source.array
             target = allocate_like(self._shape, self._dtype, source) if into is None else into.array
             if not (own.flags.c_contiguous and own.flags.aligned and target.flags.carray):
-                return None
+                return NotImplemented
             if not Destination(source, out, own).takes(target):
-                return None
+                return NotImplemented
         except Exception:
-            return None
+            return NotImplemented
         if not self._reduce(own, target):
-            return None
+            return NotImplemented
         return to_framework(target, source) if into is None else commit_out(into)
 
     def _is_plain(self, x: Array, out: Array) -> bool:
@@ -209,21 +491,20 @@ class LargeAllreduce(FastAllreduce):
         if not self._engine.turn.acquire(False):
             return False
         try:
-            # Arrays that ranks share go another way if they lie at the same place.
-            if self._engine.queue or self._group.closed is not None or self._link.shares_arrays:
+            if self._engine.queue or self._group.closed is not None:
                 return False
             try:
                 chunks.reserve(self._link, self._nbytes)
             except MemoryError:
                 return False
             started = perf_counter()
-            self._group.watchdog.current = _CURRENT
+            self._group.watchdog.current = self._current
             if self.exchange.meet():
                 source, target = x.reshape(-1), out.reshape(-1)
                 moving = allreduce(self._link, source, target, self._op)
                 self._engine.run(self._group.guarded(moving))
             else:
-                self.settle(x, out)
+                out[...] = self.settle(x, None)
             self._calls += 1
             self._seconds += perf_counter() - started
             return True

@@ -14,25 +14,26 @@ import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
 
-from arraycomm._calls.operation import Context, Operation
+from arraycomm._calls.operation import NO_SHARE, Context, Operation, Share
 from arraycomm._calls.placement import Placements
 from arraycomm._calls.runner import OperationClass, Runner
 from arraycomm._callsite import user_level
 from arraycomm._errors import BackendUnavailableError, CommunicatorClosedError
 from arraycomm._protocol.agreement import Agreement
-from arraycomm._protocol.group import Group, Options
+from arraycomm._protocol.group import Child, Group, Options
 from arraycomm._protocol.header import Signature
 from arraycomm._transports.base import Bytes
 
 _COLOR_AND_KEY: Final = struct.Struct("<?qq")
 # Bytes that MPI and what ranks share may take for a communicator.
 _NEEDED: Final = 8 << 20
-# How many hidden duplicates one call can free.
-_MOST: Final = 64
+# How many groups made from one can go at once.
+_MOST: Final = 512
 # Said in place of a number of messages: one of the groups was closed by an error.
 ENDED_BY_ERROR: Final = -1 << 63
 
@@ -83,9 +84,12 @@ class Barrier(Operation):
 
     name, code = "barrier", 7
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Context, *_: None) -> None:
         super().__init__(context)
         self.signature = Signature(self.name)
+
+    def share(self) -> Share:
+        return NO_SHARE
 
 
 class Split(SmallExchange):
@@ -98,28 +102,18 @@ class Split(SmallExchange):
 
 
 class _AllOf(SmallExchange):
-    """Finds the hidden duplicates that all ranks can let go: each tells which it can."""
+    """Finds the groups made from this one that all ranks can let go: each tells which it can."""
 
-    def __init__(self, context: Context, op: str | None, mask: int) -> None:
-        super().__init__(context, op, mask.to_bytes(_MOST // 8, "little"))
+    def __init__(self, context: Context, over: Iterable[bool]) -> None:
+        mask = sum(1 << place for place, bit in enumerate(itertools.islice(over, _MOST)) if bit)
+        super().__init__(context, None, mask.to_bytes(_MOST // 8, "little"))
 
     def result(self, agreement: Any) -> Any:
         masks = [int.from_bytes(reply, "little") for reply in super().result(agreement)]
         return functools.reduce(operator.and_, masks)
 
 
-def _mask(bits: Iterable[bool]) -> int:
-    return sum(1 << place for place, bit in enumerate(itertools.islice(bits, _MOST)) if bit)
-
-
-def _at_rest(group: Group) -> int:
-    """Return which hidden duplicates have nothing under way on this rank."""
-    return _mask(
-        made.closed is None and made.at_rest() and not made.unmatched for made, _ in group.hidden
-    )
-
-
-class Dup(_AllOf):
+class Dup(SmallExchange):
     """See `Communicator.dup`; what the ranks compare are the new options, and `settings`."""
 
     name, code = "dup", 11
@@ -128,11 +122,10 @@ class Dup(_AllOf):
         self, context: Context, options: dict[str, Any], chosen: list[Options], settings: str = ""
     ) -> None:
         chosen.append(replace(context.group.options, **options))
-        unused = _mask(user() is None for _, user in context.group.hidden)
-        super().__init__(context, f"{chosen[-1]!r}{settings}", unused & _at_rest(context.group))
+        super().__init__(context, f"{chosen[-1]!r}{settings}")
 
 
-class Confirm(SmallExchange):
+class Confirm(_AllOf):
     """Tells all ranks that this one is about to make its part of a new group.
 
     The others wait for it inside MPI then, where no error reaches them: so a rank that has no
@@ -142,7 +135,7 @@ class Confirm(SmallExchange):
     name = "new communicator"
 
     def __init__(self, context: Context) -> None:
-        super().__init__(context)
+        super().__init__(context, (child.is_over() for child in context.group.children))
         try:
             mmap.mmap(-1, _NEEDED, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
         except OSError as error:
@@ -168,7 +161,13 @@ class Hidden(_AllOf):
     name = "free"
 
     def __init__(self, context: Context) -> None:
-        super().__init__(context, None, _at_rest(context.group))
+        children = context.group.children
+        super().__init__(context, (child.is_over() or _goes_along(child) for child in children))
+
+
+def _goes_along(child: Child) -> bool:
+    made = child.group
+    return child.hidden and made is not None and made.closed is None and made.may_go()
 
 
 class Free(CountMessages):
@@ -205,38 +204,53 @@ def dup(
     `operation` is how the ranks agree on that; it gets further `arguments`.
     """
     chosen: list[Options] = []
-    _let_go(runner.group, runner.call(operation, options, chosen, *arguments))
+    runner.call(operation, options, chosen, *arguments)
     made = _open(runner, "dup", [(True, 0, 0)] * runner.group.size, chosen[0])
     assert made is not None
     runner.statistics.include(made.statistics)
+    made.group.on_free.append(partial(runner.statistics.take_over, made.statistics))
     made.original = runner
     return made
 
 
 def hide(shared: Runner, made: Runner, used: object) -> None:
     """Let a duplicate be freed with the group it was made of, or once no rank has its user."""
-    shared.group.hidden.append((made.group, weakref.ref(used)))
+    for child in shared.group.children:
+        if child.group is made.group:
+            child.user, child.hidden = weakref.ref(used), True
 
 
 def _let_go(group: Group, mask: int) -> None:
-    """Free hidden duplicates of which every rank has said that it can; collective."""
-    chosen = [pair for place, pair in enumerate(group.hidden) if mask >> place & 1]
-    for pair in chosen:
-        group.hidden.remove(pair)
-        _release(pair[0])
+    """Free groups of which every rank has said that it can; collective."""
+    chosen = [child for place, child in enumerate(group.children) if mask >> place & 1]
+    group.children = [child for child in group.children if child not in chosen]
+    for child in chosen:
+        if child.group is not None:
+            group.engine.outcomes.take(child.group.engine.outcomes)
+        _release(child.group)
 
 
-def _release(group: Group) -> None:
-    """Free the transport of a group on which no rank has anything under way; collective."""
+def _release(group: Group | None) -> None:
+    """Free the transport of a group on which no rank has anything under way; collective.
+
+    What was made from it goes along.
+    """
+    if group is None or group not in group.related:
+        return
+    for child in group.children:
+        if child.is_over():
+            _release(child.group)
     for hook in group.on_free:
         hook()
     _end(group)
     group.transport.free()
+    group.transport.kept.clear()
 
 
 def _end(group: Group) -> None:
     if group in group.related:
-        group.end(CommunicatorClosedError("it was freed"))
+        if group.closed is None:
+            group.end(CommunicatorClosedError("it was freed"))
         group.related.remove(group)
 
 
@@ -244,15 +258,16 @@ def free(runner: Runner) -> None:
     """See `Communicator.free`."""
     group = runner.group
     if group.closed is not None:
-        # It was freed before, or an error ended it: then the end of the program takes care of it.
+        # It was freed before, or an error ended it: then it goes when another one is made.
         return
     lost = sum(runner.call(Free, group.unmatched))
-    while group.hidden:
+    while group.children:
         _let_go(group, runner.call(Hidden))
-        for made, _ in group.hidden[:_MOST]:
-            # An error has put its ranks out of step: then the end of the program takes care of it.
-            _end(made)
-        del group.hidden[:_MOST]
+        for child in group.children[:_MOST]:
+            if child.hidden and child.group is not None:
+                # It is in use, or unfinished: then the end of the program takes care of it.
+                _end(child.group)
+        del group.children[:_MOST]
     # Every rank has started its messages by now, and the group is needed until they are there.
     group.engine.drain()
     group.engine.outcomes.free()
@@ -263,8 +278,6 @@ def free(runner: Runner) -> None:
         warn_of_messages("free", lost)
     else:
         _release(group)
-    if runner.original is not None:
-        runner.original.statistics.take_over(runner.statistics)
 
 
 def shrink(runner: Runner) -> Runner:
@@ -320,14 +333,18 @@ def _open(
     name = f"{group.name}/{kind}-{group.made}"
     number = colors.index(color) if takes_part else None
     key = members.index(group.rank) if takes_part else 0
+    for ended in group.related:
+        ended.forget_frames()
     with interrupts_deferred():
         # Nothing can interrupt MPI's part in this, so no rank goes there unless all will.
-        runner.call(Confirm)
+        _let_go(group, runner.call(Confirm))
         with group.turn():
             transport = group.transport.split(number, members)
         made = (
             None if transport is None else _child(group, Group(transport, options, name), members)
         )
+    child = Child(made, lambda: True)
+    group.children.append(child)
     device_link = None
     if options.reproducible == group.options.reproducible:
         with group.turn():
@@ -336,7 +353,9 @@ def _open(
     if made is None:
         return None
     placements: Placements = runner.placements.child(made, device_link)
-    return Runner(made, placements)
+    opened = Runner(made, placements)
+    child.user = weakref.ref(opened)
+    return opened
 
 
 def _child(group: Group, made: Group, members: list[int]) -> Group:

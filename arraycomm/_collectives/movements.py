@@ -11,7 +11,7 @@ import numpy as np
 from arraycomm._arrays.buffer import Array, BufferView
 from arraycomm._calls.arguments import check_root, check_rows
 from arraycomm._calls.attempts import take_together
-from arraycomm._calls.operation import ArrayOperation, Context, Operation
+from arraycomm._calls.operation import NO_SHARE, ArrayOperation, Context, Operation, Share
 from arraycomm._calls.placement import Destination, ResultBuffer, flatten
 from arraycomm._calls.refusals import announced, check_taken, framework_code, like_root, wanted_kind
 from arraycomm._dtypes import DType
@@ -150,6 +150,9 @@ class Bcast(FromRoot):
         self.word = framework_code(self.source)
         return self.source.shape
 
+    def share(self) -> Share:
+        return Share(range(self.root, self.root + 1))
+
     def move(self, payload: Bytes | None, dtype: DType, shape: tuple[int, ...]) -> Steps:
         into = self.into
         if self.is_root and into is not self.flat:
@@ -168,6 +171,9 @@ class Scatter(FromRoot):
 
     def part_of_root(self) -> tuple[int, ...]:
         return check_rows(self.source, self.group.size)
+
+    def share(self) -> Share:
+        return Share(range(self.root, self.root + 1), self.group.rank)
 
     def move(self, payload: Bytes | None, dtype: DType, shape: tuple[int, ...]) -> Steps:
         return self.scatter(payload, bounds_of([self.into.size] * self.group.size))
@@ -203,6 +209,9 @@ class Allgather(ArrayOperation):
             self.target = self.make_target(shape, out, must_not_alias=root is not None)
             self.copies += 1
 
+    def share(self) -> Share:
+        return NO_SHARE if self.target is None else Share(range(self.group.size))
+
     def steps(self, agreement: Agreement) -> Steps:
         flat, into = self.flat, self.into
         bounds = bounds_of([flat.size] * self.group.size)
@@ -237,6 +246,9 @@ class Alltoall(ArrayOperation):
         self.signature = self.sign(None, None)
         self.target = self.make_target(self.source.shape, out, must_not_alias=True)
         self.copies += 1
+
+    def share(self) -> Share:
+        return Share(range(self.group.size), self.group.rank)
 
     def steps(self, agreement: Agreement) -> Steps:
         flat, into, rank = self.flat, self.into, self.group.rank

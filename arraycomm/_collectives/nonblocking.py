@@ -9,6 +9,7 @@ from arraycomm._arrays.typing import ArrayT, ReceivedT
 from arraycomm._calls.custom_ops import Op
 from arraycomm._calls.requests import ProcessBound, Request
 from arraycomm._calls.runner import Runner
+from arraycomm._collectives.fast_path import start
 from arraycomm._collectives.groups import Barrier
 from arraycomm._collectives.movements import Allgather, Alltoall, Bcast, Gather, Scatter
 from arraycomm._collectives.reductions import Allreduce, Reduce, ReduceScatter
@@ -28,13 +29,13 @@ class NonblockingCalls(ProcessBound):
         self, x: ArrayT, op: str | Op = "sum", *, out: ArrayT | None = None
     ) -> Request[ArrayT]:
         """Start `allreduce`; leave `x` and `out` alone until the request is finished."""
-        return self._runner.start(Allreduce, x, op, out)
+        return start(self._runner, Allreduce, x, (op,), out)
 
     def ireduce(
         self, x: ArrayT, op: str | Op = "sum", root: int = 0, *, out: ArrayT | None = None
     ) -> Request[ArrayT | None]:
         """Start `reduce`; leave `x` and `out` alone until the request is finished."""
-        return self._runner.start(Reduce, x, op, root, out)
+        return start(self._runner, Reduce, x, (op, root), out)
 
     def ibcast(
         self,
@@ -45,11 +46,11 @@ class NonblockingCalls(ProcessBound):
         out: ArrayT | None = None,
     ) -> Request[ArrayT]:
         """Start `bcast`; leave `x` and `out` alone until the request is finished."""
-        return self._runner.start(Bcast, x, root, like, out)
+        return start(self._runner, Bcast, x, (root, like), out)
 
     def iallgather(self, x: Any, *, out: Any = None) -> Request[Any]:
         """Start `allgather`; leave `x` and `out` alone until the request is finished."""
-        return self._runner.start(Allgather, x, out)
+        return start(self._runner, Allgather, x, (), out)
 
     def iallgatherv(self, x: Any, *, return_counts: bool = False, out: Any = None) -> Request[Any]:
         """Start `allgatherv`; leave `x` and `out` alone until the request is finished."""
@@ -57,7 +58,7 @@ class NonblockingCalls(ProcessBound):
 
     def igather(self, x: Any, root: int = 0, *, out: Any = None) -> Request[Any]:
         """Start `gather`; leave `x` and `out` alone until the request is finished."""
-        return self._runner.start(Gather, x, root, out)
+        return start(self._runner, Gather, x, (root,), out)
 
     def igatherv(
         self, x: Any, root: int = 0, *, return_counts: bool = False, out: Any = None
@@ -69,7 +70,7 @@ class NonblockingCalls(ProcessBound):
         self, x: Any = None, root: int = 0, *, like: Any = None, out: Any = None
     ) -> Request[Any]:
         """Start `scatter`; leave `x` and `out` alone until the request is finished."""
-        return self._runner.start(Scatter, x, root, like, out)
+        return start(self._runner, Scatter, x, (root, like), out)
 
     def iscatterv(
         self,
@@ -87,11 +88,11 @@ class NonblockingCalls(ProcessBound):
         self, x: Any, op: str | Op = "sum", *, counts: Sequence[int] | None = None, out: Any = None
     ) -> Request[Any]:
         """Start `reduce_scatter`; leave `x` and `out` alone until the request is finished."""
-        return self._runner.start(ReduceScatter, x, op, counts, out)
+        return start(self._runner, ReduceScatter, x, (op, counts), out)
 
     def ialltoall(self, x: ArrayT, *, out: ArrayT | None = None) -> Request[ArrayT]:
         """Start `alltoall`; leave `x` and `out` alone until the request is finished."""
-        return self._runner.start(Alltoall, x, out)
+        return start(self._runner, Alltoall, x, (), out)
 
     def ialltoallv(
         self, x: Any, counts: Sequence[int], *, return_counts: bool = False, out: Any = None
@@ -103,14 +104,14 @@ class NonblockingCalls(ProcessBound):
         self, x: ArrayT, op: str | Op = "sum", *, out: ArrayT | None = None
     ) -> Request[ArrayT]:
         """Start `scan`; leave `x` and `out` alone until the request is finished."""
-        return self._runner.start(Scan, x, op, out)
+        return start(self._runner, Scan, x, (op,), out)
 
     def iexscan(
         self, x: ArrayT, op: str | Op = "sum", *, out: ArrayT | None = None
     ) -> Request[ArrayT | None]:
         """Start `exscan`; leave `x` and `out` alone until the request is finished."""
-        return self._runner.start(Exscan, x, op, out)
+        return start(self._runner, Exscan, x, (op,), out)
 
     def ibarrier(self) -> Request[None]:
         """Start `barrier`."""
-        return self._runner.start(Barrier)
+        return start(self._runner, Barrier)

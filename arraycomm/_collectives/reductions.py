@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 
 from arraycomm._calls.arguments import check_root, check_rows, check_shares
 from arraycomm._calls.custom_ops import Op
-from arraycomm._calls.operation import ArrayOperation, Context
-from arraycomm._collectives import function_reductions, shared_arrays
+from arraycomm._calls.operation import NO_SHARE, ArrayOperation, Context, Share
+from arraycomm._collectives import function_reductions
 from arraycomm._dtypes import DType, check_op, check_reducible
 from arraycomm._folds import fold
 from arraycomm._protocol.agreement import Agreement
@@ -53,6 +53,15 @@ class Reduction(ArrayOperation):
         """Reduce by a function of the user's."""
         return function_reductions.reduce(self, op, agreement, self.into, self.root)
 
+    def share(self) -> Share | None:
+        if isinstance(self.op, Op):
+            return None
+        return NO_SHARE if self.target is None else self.share_of(self.op)
+
+    def share_of(self, op: str) -> Share:
+        """Return the share of a rank that gets a result."""
+        return Share(range(self.group.size), 0, op)
+
     def folded_rows(self, agreement: Agreement) -> Flat:
         """Return what is folded of the elements that have come with the headers."""
         return self.rows(agreement)
@@ -67,16 +76,6 @@ class Allreduce(Reduction):
     def __init__(self, context: Context, x: Any, op: str | Op, out: Any) -> None:
         super().__init__(context, x, op)
         self.target = self.make_target(self.source.shape, out)
-        link = self.placement.link
-        if self.placement.host and isinstance(op, str) and link.shares_arrays:
-            self.header_independent = False
-            self.word = shared_arrays.place_of(link, self.flat, self.target.flat)
-
-    def steps(self, agreement: Agreement) -> Steps:
-        may_be_shared = self.payload is None and self.word != 0
-        if may_be_shared and shared_arrays.same_place(self.word, agreement):
-            return shared_arrays.allreduce(self.placement.link, self.flat, self.into, str(self.op))
-        return super().steps(agreement)
 
     def move(self, op: str) -> Steps:
         return algorithms.allreduce(self.placement.link, self.flat, self.into, op)
@@ -122,6 +121,9 @@ class ReduceScatter(Reduction):
 
     def by_function(self, op: Op, agreement: Agreement) -> Steps:
         return function_reductions.reduce_scatter(self, op, agreement, self._bounds, self.into)
+
+    def share_of(self, op: str) -> Share:
+        return Share(range(self.group.size), self.group.rank, op)
 
     def folded_rows(self, agreement: Agreement) -> Flat:
         start, end = self._bounds[self.group.rank : self.group.rank + 2]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from arraycomm._calls.custom_ops import Op
-from arraycomm._calls.operation import Context
+from arraycomm._calls.operation import Context, Share
 from arraycomm._collectives import function_reductions
 from arraycomm._collectives.reductions import Reduction
 from arraycomm._protocol.agreement import Agreement
@@ -32,6 +32,9 @@ class Scan(Reduction):
 
     def by_function(self, op: Op, agreement: Agreement) -> Steps:
         return function_reductions.scan(self, op, agreement, self.into, self.inclusive)
+
+    def share_of(self, op: str) -> Share:
+        return Share(range(self._count), 0, op)
 
     def folded_rows(self, agreement: Agreement) -> Flat:
         return self.rows(agreement)[: self._count]

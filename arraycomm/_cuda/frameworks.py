@@ -30,7 +30,7 @@ from arraycomm._arrays.frameworks.torch import (
     torch_refusal,
     without_history,
 )
-from arraycomm._arrays.protocols import read_foreign
+from arraycomm._arrays.protocols import check_foreign, read_foreign
 from arraycomm._arrays.results import to_framework
 from arraycomm._arrays.views import reader_of
 from arraycomm._cuda.layouts import (
@@ -233,6 +233,7 @@ class _Protocols(_CuPy):
         return None
 
     def export(self, x: Any, name: str, memory: DeviceMemory) -> DeviceExport:
+        check_foreign(x, name)
         if _has_dlpack(x):
             return by_dlpack(x, memory.stream, name)
         return by_cuda_interface(x, name)

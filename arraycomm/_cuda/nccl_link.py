@@ -8,7 +8,7 @@ NCCL reduces only if the result does not depend on the order, or the order may b
 from __future__ import annotations
 
 import os
-import socket
+import secrets
 from collections.abc import Generator, Iterator, Sequence
 from typing import Final
 
@@ -225,7 +225,7 @@ def let_share(uuids: Sequence[str], version: tuple[int, ...]) -> None:
     environment names one, and the ranks are joined by sockets.
     """
     if shared_devices(uuids) and version < _FIRST_TO_SHARE:
-        os.environ.setdefault("NCCL_HOSTID", f"{socket.gethostname()}-{os.getpid()}")
+        os.environ.setdefault("NCCL_HOSTID", secrets.token_hex(16))
 
 
 def _send(block: DeviceBuffer, peer: int) -> Call:

@@ -2,7 +2,7 @@
 
 Each connection carries lines of JSON. The coordinator sends a challenge and what a batch system
 calls its job: a process of another job leaves and comes again, since the address is free once this
-job has met. The other side answers with its number, the number of all, its host and its proof that
+job has met. The other side answers with its number, the number of all, its name and its proof that
 it knows the secret. Once all are there they set and get texts. If something is wrong, every process
 hears what. Whoever sends anything else is cut off.
 """
@@ -30,9 +30,9 @@ from arraycomm._errors import (
     CommTimeoutError,
     TransportError,
 )
-from arraycomm._launch.numbering import Place, without_mpi
+from arraycomm._launch.numbering import Place
 
-PROTOCOL: Final = 2
+PROTOCOL: Final = 3
 # The bytes of the longest line, and the seconds in which a line can be sent.
 LONGEST: Final = 1 << 16
 _SENDING: Final = 2.0
@@ -156,7 +156,6 @@ class Coordinator(threading.Thread):
         self._state = _State.GATHERING
         self._guests: list[_Guest] = []
         self._ranks: dict[int, _Guest] = {}
-        self._hosts: dict[str, dict[int, str]] = {}
         self._error: Message = {}
         self._told: set[int] = set()
         # The first process that has left because of an error, and when the others hear of it: they
@@ -201,7 +200,7 @@ class Coordinator(threading.Thread):
         missing = [str(rank) for rank in range(self._size) if rank not in self._ranks]
         return (
             f"init: {len(self._ranks)} of {self._size} processes came to {self._place} in "
-            f"{self._limit:g} s; missing: {', '.join(missing)}"
+            f"{self._limit:g} s; missing: {', '.join(missing)}{self._place.reach}"
         )
 
     def _accept(self) -> None:
@@ -261,7 +260,7 @@ class Coordinator(threading.Thread):
     def _arrive(self, guest: _Guest, said: Message) -> bool:
         """Take a process in; return whether it has said who it is."""
         rank, size, pid = said.get("rank"), said.get("size"), said.get("pid")
-        texts = [said.get(name) for name in ("proof", "nonce", "host", "name")]
+        texts = [said.get(name) for name in ("proof", "nonce", "name")]
         if not all(type(number) is int for number in (rank, size, pid)):
             return False
         if not all(isinstance(text, str) for text in texts):
@@ -289,7 +288,6 @@ class Coordinator(threading.Thread):
             self._tell(guest)
             return
         rank, first = guest.rank, self._ranks.setdefault(guest.rank, guest)
-        self._hosts.setdefault(said["host"], {})[rank] = said["name"]
         if said["size"] != self._size:
             self._fail(
                 BackendUnavailableError,
@@ -304,18 +302,8 @@ class Coordinator(threading.Thread):
                 "start each of them once, with a number of its own, and jobs at the same time with "
                 "coordinator addresses of their own",
             )
-        elif len(self._hosts) > 1:
-            self._fail(BackendUnavailableError, self._on_several_hosts())
         elif len(self._ranks) == self._size:
             self._begin()
-
-    def _on_several_hosts(self) -> str:
-        groups = [(sorted(ranks), next(iter(ranks.values()))) for ranks in self._hosts.values()]
-        where = "; ".join(
-            f"process{'es' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} on {name}"
-            for ranks, name in groups
-        )
-        return f"init: {where}; {without_mpi(self._size)}"
 
     def _begin(self) -> None:
         self._state = _State.MET

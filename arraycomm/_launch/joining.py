@@ -8,7 +8,6 @@ import socket
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from pathlib import Path
 from typing import Final
 
 from arraycomm._errors import BackendUnavailableError, CommTimeoutError, TransportError
@@ -36,7 +35,6 @@ _JOBS: Final = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID", "COBALT
 _NAP: Final = 0.05
 # Seconds that the coordinator has to say what is wrong after time was up for a process.
 _LATER: Final = 2.0
-_BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
 
 
 def seconds_to_start(environment: Mapping[str, str]) -> float:
@@ -150,7 +148,6 @@ class Meeting:
             "rank": found.rank,
             "size": found.size,
             "pid": os.getpid(),
-            "host": _host(),
             "name": socket.gethostname(),
             "nonce": nonce,
             "proof": proof(secret, str(challenge.get("nonce")), "process"),
@@ -182,8 +179,8 @@ def join(found: Numbering, environment: Mapping[str, str]) -> Meeting:
     Raises
     ------
     BackendUnavailableError
-        The address cannot be used, two processes have the same number, they do not agree on how
-        many there are, or they are on several hosts.
+        The address cannot be used, two processes have the same number, or they do not agree on how
+        many there are.
     CommTimeoutError
         Some did not come in time.
     TransportError
@@ -252,7 +249,7 @@ def _connect(place: Place, limit: float) -> socket.socket:
 def _absent(place: Place, limit: float, why: str) -> CommTimeoutError:
     return CommTimeoutError(
         f"init: process 0, the coordinator, was not at {place} for {limit:g} s ({why}); start "
-        f"process 0 as well, or set {LIMIT} to more seconds"
+        f"process 0 as well, or set {LIMIT} to more seconds{place.reach}"
     )
 
 
@@ -269,11 +266,3 @@ def _connected(place: Place) -> socket.socket:
         raise
     connection.close()
     raise BackendUnavailableError(f"init: a process of another user answers at {place}")
-
-
-def _host() -> str:
-    """Return what tells this host from others."""
-    try:
-        return _BOOT.read_text(encoding="ascii").strip()
-    except OSError:
-        return socket.gethostname()

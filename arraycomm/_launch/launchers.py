@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -44,6 +45,9 @@ class Launcher(NamedTuple):
     def environment(self, base: Mapping[str, str], threads: int = 1) -> dict[str, str]:
         """Return the variables with which it starts ranks; those that are set stay."""
         needed = {"OMP_NUM_THREADS": str(threads)}
+        if self.family == OPEN_MPI:
+            # Without it, as in a cleared environment, it does not start.
+            needed["HOME"] = os.path.expanduser("~").replace("~", "/")
         if self.family == OPEN_MPI and os.geteuid() == 0:
             needed |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
         if self.family == MPICH and base.get("SLURM_JOB_NUM_NODES") == "1":
@@ -124,3 +128,19 @@ def cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+# How many nodes batch systems say that they gave to this job.
+_NODES: Final = ("SLURM_JOB_NUM_NODES", "PBS_NUM_NODES", "NHOSTS", "FLUX_JOB_NNODES")
+# A file with a line for each rank's host.
+_HOSTS: Final = ("PBS_NODEFILE", "LSB_DJOB_HOSTFILE", "OAR_NODEFILE")
+
+
+def nodes_of(environment: Mapping[str, str]) -> int:
+    """Return how many nodes a batch system gave to this job; 1 if there is none that says so."""
+    said = [int(value) for name in _NODES if (value := environment.get(name, "")).isdecimal()]
+    for name in _HOSTS:
+        with suppress(OSError):
+            hosts = Path(environment.get(name) or os.devnull).read_text("utf-8").splitlines()
+            said.append(len({line.split()[0] for line in hosts if line.split()}))
+    return max([1, *said])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -20,6 +21,12 @@ _FAMILIES: Final = {
     "Open MPI": OPEN_MPI,
     **dict.fromkeys(("MPICH", "MVAPICH", "MVAPICH2", "Intel MPI", "Cray MPICH"), MPICH),
 }
+# What `run --mpi` calls each, and its library.
+MPIS: Final = {"mpich": (MPICH, "libmpi.so.12"), "openmpi": (OPEN_MPI, "libmpi.so.40")}
+# Variables by which mpi4py is told what to load. With the second one it does not look in this
+# Python's own directory.
+CHOSEN: Final = "MPI4PY_LIBMPI"
+_CHOOSING: Final = (CHOSEN, "MPI4PY_MPIABI")
 _PROBE: Final = Path(__file__).with_name("probe.py")
 _PATIENCE: Final = 60
 
@@ -40,6 +47,27 @@ def find_library(environment: Mapping[str, str]) -> Library:
     BackendUnavailableError
         None can be loaded.
     """
+    found = _probed(environment)
+    if isinstance(found, Library):
+        return found
+    names = [name for name in _CHOOSING if environment.get(name)]
+    other = _probed({name: said for name, said in environment.items() if name not in names})
+    if names and isinstance(other, Library):
+        raise BackendUnavailableError(
+            f"this Python loads no MPI ({found}) that {' and '.join(names)} names, which --mpi "
+            f"sets; without it, it loads {other.version}, {other.path}"
+        )
+    raise BackendUnavailableError(f"this Python loads no MPI ({found})")
+
+
+def path_of(mpi: str) -> str:
+    """Return where mpi4py is to look for an MPI: beside this Python, then where the system does."""
+    name = MPIS[mpi][1]
+    return os.pathsep.join((os.path.join(sys.prefix, "lib", name), name))
+
+
+def _probed(environment: Mapping[str, str]) -> Library | str:
+    """Return the MPI that is loaded in an environment, or why there is none."""
     try:
         asked = subprocess.run(
             [sys.executable, "-P", str(_PROBE)],
@@ -51,9 +79,9 @@ def find_library(environment: Mapping[str, str]) -> Library:
         )
         said = json.loads(asked.stdout.splitlines()[-1])
     except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
-        said = {"error": f"loading it ended its process: {error}"}
+        return f"loading it ended its process: {error}"
     if "error" in said:
-        raise BackendUnavailableError(f"this Python loads no MPI ({said['error']})")
+        return str(said["error"])
     return Library(family_of(said["vendor"]), said["version"], said["path"])
 
 

@@ -23,8 +23,23 @@ class Place(NamedTuple):
     port: int
     name: str = ""
 
+    @property
+    def reach(self) -> str:
+        """Say who can come there, as the end of a sentence; empty if not only some can."""
+        if self.host and self.host != "localhost" and not self.host.startswith(("127.", "::1")):
+            return ""
+        user = "" if self.host else " of one user"
+        return (
+            f"; processes{user} in one network namespace reach it, as by docker run --network=host"
+        )
+
     def __str__(self) -> str:
-        return f"{self.host}:{self.port}" if self.host else f"the local socket of {self.name}"
+        if self.host:
+            return f"{self.host}:{self.port}"
+        return (
+            "the socket of this host (without MPI all processes have to be on one host; on several "
+            "start them with mpiexec)"
+        )
 
 
 class Numbering(NamedTuple):

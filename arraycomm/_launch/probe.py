@@ -1,8 +1,12 @@
 """Prints which MPI mpi4py loads, as a line of JSON; a program that imports nothing else."""
 
+import ctypes
 import json
 import os
 import sys
+
+# As Debian and Ubuntu call the library of MPICH.
+_DEBIANS = "libmpich.so.12"
 
 
 def loaded() -> dict[str, str]:
@@ -14,12 +18,25 @@ def loaded() -> dict[str, str]:
         os.environ.pop("MPI4PY_RC_INITIALIZE", None)
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
-        return {"error": str(error).partition("\n")[0]}
+        return {"error": f"{in_short(str(error))}{hidden()}"}
     return {
         "vendor": MPI.get_vendor()[0],
         "version": in_short(MPI.Get_library_version()),
         "path": _library_path(),
     }
+
+
+def hidden() -> str:
+    """Say which MPICH there is that wheels of mpi4py do not find, as the end of a sentence."""
+    try:
+        ctypes.CDLL(_DEBIANS)
+    except OSError:
+        return ""
+    return (
+        f"; there is MPICH as {_DEBIANS}, which mpi4py's wheels know as libmpi.so.12 alone: link "
+        "it under that name into a directory of LD_LIBRARY_PATH, or install mpi4py by: pip install "
+        "--no-binary mpi4py mpi4py"
+    )
 
 
 def in_short(version: str) -> str:

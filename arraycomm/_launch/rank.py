@@ -1,20 +1,20 @@
-"""Runs the program of one rank, passes on its lines, and tells the job how it ended.
+"""Runs the program of one rank, and tells the job what it prints and how it ended.
 
 A program of its own, started once a rank: it imports nothing but the standard library, and little
-of that. Its arguments are the mark of its reports, whether lines get the rank as a prefix, a
-directory for what the rank prints, whether a failed rank waits to be ended, and the program with
-its arguments.
+of that. Its arguments are the mark of its messages, the seconds in which the program may act on a
+signal, whether a failed rank waits to be ended, and the program with its arguments.
 """
 
 from __future__ import annotations
 
+import _socket  # Without the part in Python it takes a fifth of the time.
 import ctypes
 import os
-import re
 import select
 import signal
 import sys
 import time
+from binascii import b2a_base64
 from contextlib import suppress
 from typing import NoReturn
 
@@ -22,144 +22,103 @@ from typing import NoReturn
 _RANKS = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-# Seconds that a program has to act on a signal, and those after which a failed rank waits no
-# longer.
-_PATIENCE = 3
+# Seconds after which a failed rank waits no longer, if it cannot see that the job has ended.
 _LONGEST = 20.0
+# A timer of no seconds would never end.
+_SOON = 0.001
 # Seconds in which the launcher has seen that a connection is closed.
 _NOTICED = 0.3
 _NOT_RUN = 127
 _SIGNALLED = 128
 _CHUNK = 1 << 16
-# Bytes of which a pipe takes all at once: more of them a launcher might mix with other ranks'.
-_WHOLE = select.PIPE_BUF
-# Seconds after which a line is shown that has not ended.
-UNENDED = 0.3
-# What the job does with a piece of a line: keep it, show it, or show it and end the line.
-_HOLD, _SHOW, _END = b"+", b".", b"$"
+# The most that a pipe holds, in chunks: what a program has started may print for ever.
+_MOST_LEFT = 17
+# Bytes of which a message is made that a pipe takes all at once: more of them a launcher might mix
+# with other ranks'.
+_WHOLE = 3000
 _PR_SET_PDEATHSIG = 1
-# Progress bars begin their lines by a carriage return.
-_END_OF_LINE = re.compile(rb"\r?\n|\r(?=[^\n])")
 
 
-class Output:
-    """One stream of the rank: what comes through a pipe goes on to a descriptor of this process.
+class Job:
+    """The way to the job: a connection, or else, as from another host, what the launcher forwards.
 
-    It goes on in lines. Those that fit are written as they are. The others go in pieces, which the
-    job puts together: the beginning of a line that is too long, one that is shown though its line
-    has not ended, and the end.
+    Launchers may break lines, and print their own.
     """
 
-    def __init__(self, target: int, sender: bytes, prefix: bytes, log: int | None) -> None:
-        self.source, self.entrance = os.pipe()
-        os.set_blocking(self.source, False)
-        self._target, self._sender, self._prefix, self._log = target, sender, prefix, log
-        # The parts of a line that has not ended, when it began, and whether a part of it is shown.
-        self.rest: list[bytes] = []
-        self._since = 0.0
-        self._shown = False
-        self.open = True
+    def __init__(self, mark: str, rank: str) -> None:
+        self._begin = f"\x02{mark} {rank} ".encode()
+        self.connection = _connection(mark)
+        self._target = 2 if self.connection is None else self.connection.fileno()
+        self._room = _WHOLE if self.connection is None else _CHUNK
 
-    def relay(self) -> None:
-        """Pass on what has come so far."""
-        while self.open:
-            try:
-                chunk = os.read(self.source, _CHUNK)
-            except BlockingIOError:
-                break
-            self.open = bool(chunk)
-            self._pass_on(chunk)
-        if self.rest and not self._prefix and time.monotonic() > self._since + UNENDED:
-            self._show_rest()
+    def send(self, kind: bytes, data: bytes) -> None:
+        """Send a message: its kind is the stream on which the data were printed, or `s`."""
+        for start in range(0, len(data), self._room):
+            text = b2a_base64(data[start : start + self._room])
+            message = self._begin + kind + b" " + text
+            while message:
+                message = message[os.write(self._target, message) :]
 
-    def finish(self) -> None:
-        """Pass on what is left, also a line without an end."""
-        self.relay()
-        if self.rest and self._prefix:
-            self._write_lines(self._prefix + b"".join(self.rest).rstrip(b"\r") + b"\n")
-        elif self.rest:
-            self._show_rest()
-
-    def _pass_on(self, chunk: bytes) -> None:
-        if self._log is not None:
-            os.write(self._log, chunk)
-        before = self.rest[-1][-1:] if self.rest else b""
-        ended = _END_OF_LINE.search(before + chunk) if self._prefix else b"\n" in chunk
-        if chunk and not self.rest:
-            self._since = time.monotonic()
-        self.rest += [chunk] if chunk else []
-        if not ended:
+    def wait_for_end(self) -> None:
+        """Wait until the job has ended: launchers may end all ranks once one has left."""
+        if self.connection is not None:
+            self.connection.recv(1)
             return
-        text = b"".join(self.rest)
-        end = text.rfind(b"\n") + 1
-        lines, end = self._prefixed(text) if self._prefix else (text[:end], end)
-        self._write_lines(lines)
-        # Writing may have taken long, in which the program could not go on.
-        self.rest, self._since = [text[end:]] if text[end:] else [], time.monotonic()
+        end = time.monotonic() + _LONGEST
+        while time.monotonic() < end:
+            time.sleep(1.0)
 
-    def _prefixed(self, text: bytes) -> tuple[bytes, int]:
-        """Return the lines that have ended, each with its rank, and where the next one begins."""
-        start, lines = 0, list[bytes]()
-        for end in _END_OF_LINE.finditer(text):
-            line, start = text[start : end.start()], end.end()
-            if line or end[0] != b"\r":
-                lines.append(self._prefix + line + b"\n")
-        return b"".join(lines), start
 
-    def _show_rest(self) -> None:
-        self._write_pieces(memoryview(b"".join(self.rest)), _SHOW)
-        self.rest = []
-
-    def _write_lines(self, text: bytes) -> None:
-        start = 0
-        while start < len(text):
-            end = 0 if self._shown else text.rfind(b"\n", start, start + _WHOLE) + 1
-            if end:
-                self._write(text[start:end])
-            else:
-                end = text.index(b"\n", start) + 1
-                self._write_pieces(memoryview(text)[start : end - 1], _END)
-            start = end
-
-    def _write_pieces(self, text: memoryview, last: bytes) -> None:
-        room = _WHOLE - len(self._sender) - 3
-        starts = range(0, max(len(text), 1), room)
-        for start in starts:
-            kind = last if start == starts[-1] else _HOLD
-            piece = bytes(text[start : start + room])
-            self._write(self._sender + kind + b"\x03" + piece + b"\n")
-        self._shown = last == _SHOW
-
-    def _write(self, data: bytes) -> None:
-        while data:
-            data = data[os.write(self._target, data) :]
+def _connection(mark: str) -> _socket.socket | None:
+    """Return a connection to the job, which listens on its host under a name that has its mark."""
+    found = _socket.socket(_socket.AF_UNIX)
+    try:
+        found.connect(f"\0arraycomm-{mark}")
+    except OSError:
+        found.close()
+        return None
+    return found
 
 
 class Program:
     """The program of this rank, as a process of its own."""
 
-    def __init__(self, command: list[str], outputs: list[Output]) -> None:
+    def __init__(self, command: list[str], patience: float, job: Job) -> None:
+        self._patience, self._job = patience, job
         self.told_to_end = False
         self.status: int | None = None
         parent, self._launcher = os.getpid(), os.getppid()
+        # What it prints, by the number of the stream.
+        self._sources: dict[int, bytes] = {}
+        entrances = []
+        for stream in (b"1", b"2"):
+            source, entrance = os.pipe()
+            os.set_blocking(source, False)
+            self._sources[source] = stream
+            entrances.append(entrance)
         self._pid = os.fork()
         if self._pid == 0:
-            _become(command, [output.entrance for output in outputs], parent)
-        for output in outputs:
-            os.close(output.entrance)
+            _become(command, entrances, parent)
+        for entrance in entrances:
+            os.close(entrance)
         for number in _FORWARDED:
-            signal.signal(number, self._forward)
+            # One that is ignored when the job starts, as under nohup, stays so.
+            if signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, self._forward)
         # Launchers may die, as of a pipe that nobody reads, and leave their ranks behind.
         signal.signal(signal.SIGURG, self._end_with_launcher)
         _signal_at_end_of_parent(signal.SIGURG)
 
     def _forward(self, number: int, _: object) -> None:
         if self.status is not None:
-            os._exit(1)
-        if number in _ENDS:
+            # The job ends this process, if it can, once the other ranks have had their time.
+            if self._job.connection is None:
+                os._exit(1)
+            return
+        if number in _ENDS and not self.told_to_end:
             self.told_to_end = True
             signal.signal(signal.SIGALRM, lambda *_: os.kill(self._pid, signal.SIGKILL))
-            signal.alarm(_PATIENCE)
+            signal.setitimer(signal.ITIMER_REAL, max(self._patience, _SOON))
         with suppress(ProcessLookupError):
             os.kill(self._pid, number)
 
@@ -169,30 +128,36 @@ class Program:
         if os.getppid() != self._launcher:
             self._forward(signal.SIGTERM, None)
 
-    def wait(self, outputs: list[Output]) -> int:
-        """Return how it ended: its status, or a signal's number below zero; pass its output on."""
+    def wait(self) -> int:
+        """Return how it ended: its status, or a signal's number below zero; send what it prints."""
         ended, written = os.pipe()
         for end in (ended, written):
             os.set_blocking(end, False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(written, warn_on_full_buffer=False)
-        while True:
-            # Before the output is read: what it has written is there once it has ended.
+        pid = 0
+        while not pid:
+            # Before its output is read: what it has written is there once it has ended.
             pid, status = os.waitpid(self._pid, os.WNOHANG)
-            for output in outputs:
-                output.relay()
-            if pid:
-                break
-            sources = [output.source for output in outputs if output.open]
-            unended = any(output.rest for output in outputs)
-            select.select([ended, *sources], [], [], UNENDED if unended else 1.0)
-            with suppress(BlockingIOError):
-                os.read(ended, _CHUNK)
+            for source in list(self._sources):
+                self._pass_on(source)
+            if not pid:
+                select.select([ended, *self._sources], [], [], 1.0)
+                with suppress(BlockingIOError):
+                    os.read(ended, _CHUNK)
         signal.set_wakeup_fd(-1)
-        for output in outputs:
-            output.finish()
+        signal.setitimer(signal.ITIMER_REAL, 0)
         self.status = os.waitstatus_to_exitcode(status)
         return self.status
+
+    def _pass_on(self, source: int) -> None:
+        with suppress(BlockingIOError):
+            for _ in range(_MOST_LEFT):
+                chunk = os.read(source, _CHUNK)
+                if not chunk:
+                    del self._sources[source]
+                    return
+                self._job.send(self._sources[source], chunk)
 
 
 def _become(command: list[str], entrances: list[int], parent: int) -> NoReturn:
@@ -200,6 +165,8 @@ def _become(command: list[str], entrances: list[int], parent: int) -> NoReturn:
     for target, entrance in enumerate(entrances, 1):
         os.dup2(entrance, target)
     _signal_at_end_of_parent(signal.SIGKILL)
+    # Which Python ignores.
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     if os.getppid() != parent:
         os._exit(1)
     try:
@@ -215,7 +182,7 @@ def _signal_at_end_of_parent(number: int) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
 
-def main(mark: str, prefix: str, logs: str, hold: str, *command: str) -> NoReturn:
+def main(mark: str, patience: str, hold: str, *command: str) -> NoReturn:
     """Run the program, and end as it has ended."""
     rank = next((os.environ[name] for name in _RANKS if name in os.environ), "0")
     if rank != "0":
@@ -223,19 +190,15 @@ def main(mark: str, prefix: str, logs: str, hold: str, *command: str) -> NoRetur
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     # Into a pipe Python would write late, and not in lines.
     os.environ.setdefault("PYTHONUNBUFFERED", "1")
-    program_outputs = _outputs(f"\x02{mark} {rank} ".encode(), rank, prefix, logs)
-    program = Program(list(command), program_outputs)
-    status = program.wait(program_outputs)
-    if not program.told_to_end:
-        # Open MPI passes on whole lines.
-        os.write(2, f"\x02{mark} {rank} {status}\x03\n".encode())
-        if not status and "PMI_FD" in os.environ:
-            _leave_connection(int(os.environ["PMI_FD"]))
-        if status and hold:
-            # Launchers end all ranks, or none, once one has failed: the job decides.
-            end = time.monotonic() + _LONGEST
-            while time.monotonic() < end:
-                time.sleep(1.0)
+    job = Job(mark, rank)
+    program = Program(list(command), float(patience), job)
+    status = program.wait()
+    job.send(b"s", str(status).encode())
+    told = program.told_to_end
+    if hold and (status or told) and (job.connection is not None or not told):
+        job.wait_for_end()
+    if not status and "PMI_FD" in os.environ:
+        _leave_connection(int(os.environ["PMI_FD"]))
     if status < 0 and not hold:
         _die_by(-status)
     os._exit(status if status >= 0 else _SIGNALLED - status)
@@ -260,15 +223,6 @@ def _die_by(number: int) -> None:
     if number != signal.SIGKILL:
         signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
-
-
-def _outputs(sender: bytes, rank: str, prefix: str, logs: str) -> list[Output]:
-    log = None
-    if logs:
-        path = os.path.join(logs, f"rank-{rank}.log")
-        log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o666)
-    begin = f"[{rank}] ".encode() if prefix else b""
-    return [Output(target, sender, begin, log) for target in (1, 2)]
 
 
 if __name__ == "__main__":

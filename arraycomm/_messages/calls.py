@@ -180,7 +180,8 @@ class MessageCalls(ProcessBound):
         -------
         Status
             `source` and `tag` of the message that a `recv` with these arguments would get, if no
-            other receive takes it before.
+            other receive takes it before. Its `dtype`, `shape` and `nbytes` are None: `recv` makes
+            the array, and tells them.
 
         Raises
         ------

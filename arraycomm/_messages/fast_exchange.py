@@ -70,14 +70,14 @@ class FastExchange(FastPath):
 
     def __call__(self, x: Array, out: Any, status: Any) -> Any:
         if out is not None and not self._fits(out):
-            return None
+            return NotImplemented
         turn = self._group.engine.turn
         if not turn.acquire(False):
-            return None
+            return NotImplemented
         try:
             group = self._group
             if group.closed is not None or not group.engine.idle:
-                return None
+                return NotImplemented
             return self._exchange(x, out, status)
         finally:
             turn.release()

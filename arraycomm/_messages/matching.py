@@ -45,14 +45,15 @@ class Status:
     dtype, shape : numpy.dtype, tuple of int
         The array's, as it was sent; None if the sender raised instead, and after `probe`.
     nbytes : int
-        Bytes of its elements.
+        Bytes of its elements; None after `probe`, since an array says its size where it is
+        received.
     """
 
     source: int | None = None
     tag: int | None = None
     dtype: DType | None = None
     shape: tuple[int, ...] | None = None
-    nbytes: int = 0
+    nbytes: int | None = 0
 
 
 class Receive:

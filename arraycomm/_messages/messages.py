@@ -185,7 +185,7 @@ class Messenger:
         fast = self._fast_exchange(x, dest, source, tag)
         if fast is not None and like is timeout is None and isinstance(status, Status | None):
             result = fast(x, out, status)
-            if result is not None:
+            if result is not NotImplemented:
                 return result
         plain = self._is_plain((dest, source), tag, status, timeout)
         outgoing = self._outgoing(x, out) if plain else None
@@ -227,7 +227,7 @@ class Messenger:
             found = self._matcher.probe(rank, tags)
             if found is not None:
                 self._asked = None
-                return Status(*found)
+                return Status(*found, nbytes=None)
             self._look_for(self._peers(rank, alone=False), what)
             return None
 
@@ -540,7 +540,7 @@ class Messenger:
         probe = Probe(self._matcher, rank, tags)
         yield probe
         assert probe.found is not None
-        return Status(*probe.found)
+        return Status(*probe.found, nbytes=None)
 
     def _recv(self, rank: int | None, tags: range, like: Any, out: Any, status: Status) -> Steps:
         wanted, place, envelope = _wanted_of(like, out), self._place(), self._empty()
@@ -602,6 +602,8 @@ class Messenger:
             data[...] = found.elements
         else:
             tag = TAGS + found.pieces
+            if len(data) > transport.copied:
+                self._group.watchdog.check_sender(source)
             yield from [transport.recv(piece, source, tag) for piece in cut(data)]
         if wrong is not None:
             raise UndeliveredError(wrong)

@@ -20,7 +20,8 @@ def load() -> ModuleType | None:
         return None
     try:
         return importlib.import_module(f"{__name__}.compiled")
-    except ImportError as error:
+    except (ImportError, SystemError) as error:
+        # The latter if Python without the GIL finds a build for one with it.
         if wanted == "1":
             raise ImportError(
                 f"{SETTING} is 1, and arraycomm was installed without its native part: install it "

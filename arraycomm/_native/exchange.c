@@ -1,15 +1,16 @@
 /* See exchange.h.
  *
- * An Exchange makes one small reduction, or the header of a larger one, again and again: it writes an array into this rank's slot, looks for
- * the other ranks' for a moment, and folds all into the result. Between nodes the slots of other nodes come in
- * messages. If that takes longer, it calls `await_others`
- * of Python, where the watchdog, interrupts and timeouts are, and if ranks call different things, `settle`.
+ * An Exchange makes one small collective call, or the header of a larger one, again and again: it writes an array into
+ * this rank's slot, looks for the other ranks' for a moment, and folds or copies what this rank gets of them into the
+ * result. Between nodes the slots of other nodes come in messages. If that takes longer, it calls `await_others` of
+ * Python, where the watchdog, interrupts and timeouts are, and if ranks show something else than before, `settle`.
  *
  * Whoever makes a step has the turn. */
 
 #include "exchange.h"
 
 #include <sched.h>
+#include <string.h>
 
 #include "folds.h"
 #include "leaves.h"
@@ -20,21 +21,35 @@
 /* Looks at the other ranks with the GIL, about five microseconds, if ranks are processes; and how long
  * they are looked for without it, on one node and on several. */
 enum { LOOKS = 200, WAIT_NANOSECONDS = 100000, NODES_NANOSECONDS = 1000000 };
-enum { MAX_DIMS = 8 };
+enum { MAX_DIMS = 9 };
+
+/* An array as a call takes or gives it; its shape fits none if it has more dimensions. */
+typedef struct {
+    Py_ssize_t nbytes, shape[MAX_DIMS];
+    int ndim;
+} Form;
 
 typedef struct {
     PyObject ob_base;
     Py_buffer memory;
     Slots slots;
-    PyObject *header, *dtype, *queue;
+    Form in, out;
+    /* The result is made of the payloads of ranks `first` to `last` - 1: of `part` bytes of each, from byte `place` on.
+     * They are folded, or come one after the other if the fold is -1. */
+    int first, last, fold;
+    Py_ssize_t place, part;
+    /* The first `compared` bytes of all ranks' headers, one after the other, and whether all are those of this rank. */
+    const char *expected;
+    size_t compared;
+    bool expects_own;
+    PyObject *header, *headers, *dtype, *queue;
     PyObject *path; /* what goes on in Python; see _collectives/fast_path.py */
     Counts *control;
     Turn *turn;
     Nodes *nodes; /* NULL on one node */
     char *prefix;      /* the bytes of the header */
-    const void **rows; /* where the ranks' payloads are, in even steps and in odd ones */
-    Py_ssize_t nbytes, shape[MAX_DIMS];
-    int ndim, fold, looks;
+    const void **rows; /* where the parts of the ranks' payloads are, in even steps and in odd ones */
+    int looks;
     int64_t started;
     long long calls;
     double seconds;
@@ -44,32 +59,50 @@ static PyObject *exchange_type;
 
 /* ---- making one -------------------------------------------------------------------------------- */
 
-static int set_shape(Exchange *self, PyObject *shape)
+static int set_form(Form *form, PyObject *shape, Py_ssize_t nbytes)
 {
     const Py_ssize_t ndim = PyTuple_Size(shape);
     if (ndim < 0) return -1;
-    self->ndim = ndim > MAX_DIMS ? -1 : (int)ndim;
-    for (int axis = 0; axis < self->ndim; ++axis) {
-        self->shape[axis] = PyLong_AsSsize_t(PyTuple_GetItem(shape, axis));
-        if (self->shape[axis] == -1 && PyErr_Occurred()) return -1;
+    form->nbytes = nbytes;
+    form->ndim = ndim > MAX_DIMS ? -1 : (int)ndim;
+    for (int axis = 0; axis < form->ndim; ++axis) {
+        form->shape[axis] = PyLong_AsSsize_t(PyTuple_GetItem(shape, axis));
+        if (form->shape[axis] == -1 && PyErr_Occurred()) return -1;
     }
     return 0;
+}
+
+/* The parts of the payloads have to lie in the slots, and to make up the result. */
+static bool has_parts(Exchange *self, Py_ssize_t slot)
+{
+    const int count = self->last - self->first;
+    if (self->first < 0 || self->last > self->slots.size || count < 0 || self->place < 0) return false;
+    if (self->fold < -1 || self->fold >= DTYPES * OPS) return false;
+    self->part = count == 0 ? 0 : self->fold < 0 ? self->out.nbytes / count : self->out.nbytes;
+    if (self->fold < 0 && self->part * count != self->out.nbytes) return false;
+    if (self->fold >= 0 && (size_t)self->part % fold_itemsize(self->fold)) return false;
+    return self->place <= slot - PAYLOAD - self->part;
 }
 
 /* The slots and the parts of them that are used have to lie in the memory. */
 static int set_slots(Exchange *self, PyObject *memory, int rank, int size, Py_ssize_t slot)
 {
-    Py_ssize_t header_bytes;
+    Py_ssize_t header_bytes, compared;
     if (PyObject_GetBuffer(memory, &self->memory, PyBUF_WRITABLE)) return -1;
     if (PyBytes_AsStringAndSize(self->header, &self->prefix, &header_bytes)) return -1;
+    if (PyBytes_AsStringAndSize(self->headers, (char **)&self->expected, &compared)) return -1;
+    self->slots = (Slots){self->memory.buf, (size_t)slot, rank, size};
     if (size < 1 || rank < 0 || rank >= size || slot % 8 || (uintptr_t)self->memory.buf % 8 ||
-        self->memory.len / 2 / size < slot || header_bytes != PAYLOAD - HEADER || self->nbytes < 0 ||
-        slot < PAYLOAD + self->nbytes || self->fold < 0 || self->fold >= DTYPES * OPS ||
-        (size_t)self->nbytes % fold_itemsize(self->fold)) {
+        self->memory.len / 2 / size < slot || header_bytes != PAYLOAD - HEADER || self->in.nbytes < 0 ||
+        slot < PAYLOAD + self->in.nbytes || self->out.nbytes < 0 || !has_parts(self, slot) ||
+        compared % size || compared / size < 8 || compared / size > header_bytes) {
         PyErr_SetString(PyExc_ValueError, "the slots are not as the control channel has them");
         return -1;
     }
-    self->slots = (Slots){self->memory.buf, (size_t)slot, rank, size};
+    self->compared = (size_t)(compared / size);
+    self->expects_own = true;
+    for (int from = 0; from < size; ++from)
+        if (memcmp(self->expected + (size_t)from * self->compared, self->prefix, self->compared)) self->expects_own = false;
     self->rows = PyMem_Calloc(2 * (size_t)size, sizeof(void *));
     if (self->rows == NULL) {
         PyErr_NoMemory();
@@ -77,35 +110,40 @@ static int set_slots(Exchange *self, PyObject *memory, int rank, int size, Py_ss
     }
     for (int step = 0; step < 2; ++step)
         for (int from = 0; from < size; ++from)
-            self->rows[step * size + from] = slot_of(&self->slots, step, from) + PAYLOAD;
+            self->rows[step * size + from] = slot_of(&self->slots, step, from) + PAYLOAD + self->place;
     return 0;
 }
 
 static PyObject *exchange_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
 {
-    static char *names[] = {"memory", "rank",  "size",    "slot",  "header", "nbytes", "fold", "dtype",
-                            "shape",  "control", "queue", "turn",  "path",   "patient", "nodes", NULL};
-    PyObject *memory, *shape, *turn, *header, *dtype, *control, *queue, *path, *nodes = Py_None;
-    int rank, size, fold, patient;
-    Py_ssize_t slot, nbytes;
-    if (!PyArg_ParseTupleAndKeywords(args, keywords, "OiinO!niOO!O!OO!Op|O", names, &memory, &rank, &size, &slot,
-                                     &PyBytes_Type, &header, &nbytes, &fold, &dtype, &PyTuple_Type, &shape,
-                                     counts_type, &control, &queue, turn_type, &turn, &path, &patient, &nodes))
+    static char *names[] = {"memory", "rank", "size", "slot",  "header", "headers", "takes", "gives",   "ranks", "place",
+                            "fold",   "dtype", "control", "queue", "turn", "path",  "patient", "nodes", NULL};
+    PyObject *memory, *turn, *header, *headers, *takes, *gives, *dtype, *control, *queue, *path, *nodes = Py_None;
+    int rank, size, first, last, fold, patient;
+    Py_ssize_t slot, place, taken, given;
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "OiinO!O!(O!n)(O!n)(ii)niOO!OO!Op|O", names, &memory, &rank, &size, &slot,
+                                     &PyBytes_Type, &header, &PyBytes_Type, &headers, &PyTuple_Type, &takes, &taken,
+                                     &PyTuple_Type, &gives, &given, &first, &last, &place, &fold, &dtype, counts_type,
+                                     &control, &queue, turn_type, &turn, &path, &patient, &nodes))
         return NULL;
     if (nodes != Py_None && (PyObject *)Py_TYPE(nodes) != nodes_type) return PyErr_Format(PyExc_TypeError, "nodes must be Nodes");
     Exchange *self = (Exchange *)PyType_GenericAlloc(type, 0);
     if (self == NULL) return NULL;
     self->header = Py_NewRef(header);
+    self->headers = Py_NewRef(headers);
     self->dtype = Py_NewRef(dtype);
     self->control = (Counts *)Py_NewRef(control);
     self->turn = (Turn *)Py_NewRef(turn);
     self->queue = Py_NewRef(queue);
     self->path = Py_NewRef(path);
     if (nodes != Py_None) self->nodes = (Nodes *)Py_NewRef(nodes);
-    self->nbytes = nbytes;
+    self->first = first;
+    self->last = last;
+    self->place = place;
     self->fold = fold;
     self->looks = patient ? LOOKS : 1;
-    if (set_shape(self, shape) || set_slots(self, memory, rank, size, slot)) Py_CLEAR(self);
+    if (set_form(&self->in, takes, taken) || set_form(&self->out, gives, given) || set_slots(self, memory, rank, size, slot))
+        Py_CLEAR(self);
     return (PyObject *)self;
 }
 
@@ -124,6 +162,7 @@ static int exchange_traverse(Exchange *self, visitproc visit, void *arg)
 static int exchange_clear(Exchange *self)
 {
     Py_CLEAR(self->header);
+    Py_CLEAR(self->headers);
     Py_CLEAR(self->dtype);
     Py_CLEAR(self->control);
     Py_CLEAR(self->turn);
@@ -154,20 +193,33 @@ static void post(Exchange *self, const void *payload, Py_ssize_t nbytes)
     post_step(&self->slots, step, self->prefix, payload, (size_t)nbytes);
 }
 
-/* Whether all ranks have posted the step by now, and show the same. Between nodes nobody looks here: MPI must not be
+/* Whether all ranks show what they have shown before. */
+static bool as_before(const Exchange *self)
+{
+    const int64_t step = self->control->step;
+    if (self->nodes && self->expects_own && nodes_alike(self->nodes, step)) return true;
+    return headers_begin(&self->slots, step, self->expected, self->compared);
+}
+
+/* Whether all ranks have posted the step by now, and show what they have shown before. Between nodes nobody looks here: MPI must not be
  * called with the GIL, since another thread may hold MPI's lock and wait for the GIL. */
 static bool all_here(const Exchange *self)
 {
     const int64_t step = self->control->step;
-    return !self->nodes && all_posted(&self->slots, step, self->looks) && same_digests(&self->slots, step);
+    return !self->nodes && all_posted(&self->slots, step, self->looks) && as_before(self);
 }
 
-/* Fold what all ranks have posted. */
-static void finish(Exchange *self, void *out)
+/* Make the result of what the ranks have posted. */
+static void finish(Exchange *self, char *out)
 {
     const int64_t step = self->control->step;
-    const void **const rows = self->rows + (step & 1) * self->slots.size;
-    run_fold(self->fold, (Earlier){0}, rows, self->slots.size, &out, false, (size_t)self->nbytes / fold_itemsize(self->fold));
+    const void **const rows = self->rows + (step & 1) * self->slots.size + self->first;
+    const int count = self->last - self->first;
+    void *into = out;
+    if (self->fold >= 0)
+        run_fold(self->fold, (Earlier){0}, rows, count, &into, false, (size_t)self->part / fold_itemsize(self->fold));
+    else
+        for (int from = 0; from < count; ++from) memcpy(out + from * self->part, rows[from], (size_t)self->part);
     self->control->completed = step;
     ++self->calls;
     self->seconds += 1e-9 * (double)(clock_now() - self->started);
@@ -202,7 +254,7 @@ static int await_others(Exchange *self)
     const int64_t step = self->control->step;
     bool done;
     Py_BEGIN_ALLOW_THREADS
-    done = self->nodes ? exchange_nodes(self->nodes, step, self->nbytes, NODES_NANOSECONDS)
+    done = self->nodes ? exchange_nodes(self->nodes, step, self->in.nbytes, NODES_NANOSECONDS)
                        : wait_for_all(&self->slots, step, clock_now() + WAIT_NANOSECONDS);
     Py_END_ALLOW_THREADS
     if (done || dropped(PyObject_CallMethod(self->path, "await_others", NULL)) == 0) return 0;
@@ -210,77 +262,101 @@ static int await_others(Exchange *self)
     return -1;
 }
 
-/* Whether all ranks show what this one shows. */
-static bool agree(const Exchange *self)
+static bool has_form(const Form *form, const Py_buffer *buffer)
 {
-    const int64_t step = self->control->step;
-    return (self->nodes && nodes_alike(self->nodes, step)) || same_digests(&self->slots, step);
-}
-
-/* Take the step that was posted to its end. */
-static int go_on(Exchange *self, PyObject *x, PyObject *out, void *into)
-{
-    if (await_others(self)) return -1;
-    if (!agree(self)) return dropped(PyObject_CallMethod(self->path, "settle", "OO", x, out));
-    finish(self, into);
-    return 0;
-}
-
-static int make_step(Exchange *self, PyObject *x, PyObject *out, const Py_buffer *from, const Py_buffer *to)
-{
-    post(self, from->buf, self->nbytes);
-    if (!all_here(self)) return go_on(self, x, out, to->buf);
-    finish(self, to->buf);
-    return 0;
-}
-
-static bool has_shape(const Exchange *self, const Py_buffer *buffer)
-{
-    if (buffer->len != self->nbytes || buffer->ndim != self->ndim) return false;
-    for (int axis = 0; axis < self->ndim; ++axis)
-        if (buffer->shape[axis] != self->shape[axis]) return false;
+    if (buffer->len != form->nbytes || buffer->ndim != form->ndim) return false;
+    for (int axis = 0; axis < form->ndim; ++axis)
+        if (buffer->shape[axis] != form->shape[axis]) return false;
     return true;
 }
 
-/* Take an array of the reduction's shape; 0 if it is another one, or not contiguous. */
-static int take(const Exchange *self, PyObject *array, Py_buffer *buffer, int flags)
+/* Take the memory of an array, or of None, which has none; 0 if it has another form, or is not contiguous. */
+static int take(const Form *form, PyObject *array, Py_buffer *buffer, int flags)
 {
+    if (array == Py_None) {
+        *buffer = (Py_buffer){0};
+        return form->nbytes == 0;
+    }
     if (PyObject_GetBuffer(array, buffer, flags)) {
         PyErr_Clear();
         return 0;
     }
-    if (has_shape(self, buffer)) return 1;
+    if (has_form(form, buffer)) return 1;
     PyBuffer_Release(buffer);
     return 0;
 }
 
-/* Reduce x, whose memory is `from`, into out: 1; 0 if this call is not one for the exchange, before anything
- * was done; -1: an error. */
-static int reduce(Exchange *self, PyObject *x, const Py_buffer *from, PyObject *out)
+/* The array of a call as memory, where its result goes, and the two as the caller has passed them. */
+typedef struct {
+    const Py_buffer *from;
+    PyObject *into, *x, *out;
+} Call;
+
+/* Make the step of a call; return `into`, or what Python makes of a step in which ranks show something else. */
+static PyObject *make_step(Exchange *self, const Call *call, char *into)
 {
-    Py_buffer to;
-    int done = 0;
-    const int64_t started = clock_now();
-    if (!take_turn(self->turn)) return 0;
-    self->started = started;
-    const Py_ssize_t outstanding = PyObject_Size(self->queue);
-    if (outstanding < 0) done = -1;
-    else if (!outstanding && take(self, out, &to, PyBUF_ND | PyBUF_WRITABLE)) {
-        done = make_step(self, x, out, from, &to) ? -1 : 1;
-        PyBuffer_Release(&to);
+    post(self, call->from->buf, self->in.nbytes);
+    if (!all_here(self)) {
+        if (await_others(self)) return NULL;
+        if (!as_before(self)) return PyObject_CallMethod(self->path, "settle", "OO", call->x, call->out);
     }
-    leave_turn(self->turn);
-    return done;
+    finish(self, into);
+    return Py_NewRef(call->into);
 }
 
-static PyObject *exchange_reduce(Exchange *self, PyObject *const *args, Py_ssize_t nargs)
+/* Make a call; NotImplemented, before anything was done, if it is not one for the exchange. */
+static PyObject *make(Exchange *self, const Call *call)
+{
+    Py_buffer to;
+    PyObject *result = Py_NotImplemented;
+    const int64_t started = clock_now();
+    if (!take_turn(self->turn)) return Py_NewRef(result);
+    self->started = started;
+    const Py_ssize_t outstanding = PyObject_Size(self->queue);
+    if (outstanding < 0) result = NULL;
+    else if (!outstanding && take(&self->out, call->into, &to, PyBUF_ND | PyBUF_WRITABLE)) {
+        result = make_step(self, call, to.buf);
+        PyBuffer_Release(&to);
+    } else Py_INCREF(result);
+    leave_turn(self->turn);
+    return result;
+}
+
+static PyObject *exchange_make(Exchange *self, PyObject *const *args, Py_ssize_t nargs)
 {
     Py_buffer from;
-    if (nargs != 2) return PyErr_Format(PyExc_TypeError, "reduce takes x and out");
-    if (!take(self, args[0], &from, PyBUF_ND)) Py_RETURN_FALSE;
-    const int done = reduce(self, args[0], &from, args[1]);
+    if (nargs != 4) return PyErr_Format(PyExc_TypeError, "make takes an array, memory for the result, x and out");
+    if (!take(&self->in, args[0], &from, PyBUF_ND)) return Py_NewRef(Py_NotImplemented);
+    PyObject *const result = make(self, &(Call){&from, args[1], args[2], args[3]});
     PyBuffer_Release(&from);
-    return done < 0 ? NULL : PyBool_FromLong(done);
+    return result;
+}
+
+/* The first part of a call whose end `finish` makes: whoever calls waits in between, and no other step is made. */
+static PyObject *exchange_post(Exchange *self, PyObject *array)
+{
+    Py_buffer from;
+    if (!take(&self->in, array, &from, PyBUF_ND)) return PyErr_Format(PyExc_ValueError, "x has changed since the call was made");
+    post(self, from.buf, self->in.nbytes);
+    if (self->nodes) {
+        Py_BEGIN_ALLOW_THREADS
+        exchange_nodes(self->nodes, self->control->step, self->in.nbytes, 0);
+        Py_END_ALLOW_THREADS
+    }
+    PyBuffer_Release(&from);
+    Py_RETURN_NONE;
+}
+
+static PyObject *exchange_finish(Exchange *self, PyObject *into)
+{
+    Py_buffer to;
+    if (!as_before(self)) Py_RETURN_FALSE;
+    if (!take(&self->out, into, &to, PyBUF_ND | PyBUF_WRITABLE))
+        return PyErr_Format(PyExc_ValueError, "out has changed since the call was made");
+    self->started = clock_now();
+    finish(self, to.buf);
+    PyBuffer_Release(&to);
+    Py_RETURN_TRUE;
 }
 
 /* Make a step with the header alone; whoever calls has the turn. */
@@ -289,7 +365,7 @@ static PyObject *exchange_meet(Exchange *self, PyObject *none)
     (void)none;
     post(self, NULL, 0);
     if (!all_here(self) && await_others(self)) return NULL;
-    return PyBool_FromLong(agree(self));
+    return PyBool_FromLong(as_before(self));
 }
 
 static PyObject *exchange_counts(Exchange *self, PyObject *none)
@@ -301,10 +377,15 @@ static PyObject *exchange_counts(Exchange *self, PyObject *none)
 /* ---- methods ----------------------------------------------------------------------------------- */
 
 static PyMethodDef exchange_methods[] = {
-    {"reduce", (PyCFunction)(void (*)(void))exchange_reduce, METH_FASTCALL,
-     PyDoc_STR("reduce(x, out): reduce, and tell whether that was done; nothing has happened if not.")},
+    {"make", (PyCFunction)(void (*)(void))exchange_make, METH_FASTCALL,
+     PyDoc_STR("make(array, into, x, out): make a call and return `into`, or what `settle(x, out)` returns; "
+               "NotImplemented, with nothing done, if it is another call.")},
+    {"post", (PyCFunction)(void (*)(void))exchange_post, METH_O,
+     PyDoc_STR("post(array): begin a call, as the next step of its control channel.")},
+    {"finish", (PyCFunction)(void (*)(void))exchange_finish, METH_O,
+     PyDoc_STR("finish(into): end that call once all ranks have come to it; False, with nothing done, if they show something else.")},
     {"meet", (PyCFunction)(void (*)(void))exchange_meet, METH_NOARGS,
-     PyDoc_STR("meet(): make a step with the header alone, and tell whether all ranks show the same; the turn is taken.")},
+     PyDoc_STR("meet(): make a step with the header alone; True if all ranks show the headers that were given. The turn is taken.")},
     {"counts", (PyCFunction)(void (*)(void))exchange_counts, METH_NOARGS,
      PyDoc_STR("counts(): return how many calls were made, and their seconds.")},
     {NULL, NULL, 0, NULL},
@@ -377,12 +458,15 @@ static void repeats_dealloc(Repeats *self)
 
 static PyObject *repeats_remember(Repeats *self, PyObject *args)
 {
-    PyObject *op, *exchange;
+    PyObject *op, *exchange, *ops, *before;
     if (!PyArg_ParseTuple(args, "UO!", &op, exchange_type, &exchange)) return NULL;
-    PyObject *const ops = self->ops[self->next], *const before = (PyObject *)self->exchanges[self->next];
+    Py_BEGIN_CRITICAL_SECTION(self);
+    ops = self->ops[self->next];
+    before = (PyObject *)self->exchanges[self->next];
     self->ops[self->next] = Py_NewRef(op);
     self->exchanges[self->next] = (Exchange *)Py_NewRef(exchange);
     self->next = (self->next + 1) % ENTRIES;
+    Py_END_CRITICAL_SECTION();
     Py_XDECREF(ops);
     Py_XDECREF(before);
     Py_RETURN_NONE;
@@ -391,22 +475,27 @@ static PyObject *repeats_remember(Repeats *self, PyObject *args)
 static PyObject *repeats_forget(Repeats *self, PyObject *none)
 {
     (void)none;
+    Py_BEGIN_CRITICAL_SECTION(self);
     repeats_clear(self);
+    Py_END_CRITICAL_SECTION();
     Py_RETURN_NONE;
 }
 
-/* The exchange of this op, dtype and shape, or NULL; the one of the last call is looked at first. */
+/* A reference to the exchange of this op, dtype and shape, or NULL; the one of the last call is looked at first. */
 static Exchange *find(Repeats *self, PyObject *op, PyObject *dtype, const Py_buffer *x)
 {
-    for (int looked = 0; looked < ENTRIES; ++looked) {
+    Exchange *found = NULL;
+    Py_BEGIN_CRITICAL_SECTION(self);
+    for (int looked = 0; !found && looked < ENTRIES; ++looked) {
         const int entry = (self->last + looked) % ENTRIES;
         Exchange *const exchange = self->exchanges[entry];
-        if (exchange && self->ops[entry] == op && exchange->dtype == dtype && has_shape(exchange, x)) {
+        if (exchange && self->ops[entry] == op && exchange->dtype == dtype && has_form(&exchange->in, x)) {
             self->last = entry;
-            return exchange;
+            found = (Exchange *)Py_NewRef((PyObject *)exchange);
         }
     }
-    return NULL;
+    Py_END_CRITICAL_SECTION();
+    return found;
 }
 
 /* Reduce an array that is like one before; None, before anything was done, if it is not, or if anything
@@ -424,15 +513,18 @@ static PyObject *repeats_again(Repeats *self, PyObject *const *args, Py_ssize_t 
         Py_RETURN_NONE;
     }
     Exchange *const exchange = find(self, op, dtype, &from);
-    int done = 0;
+    PyObject *result = NULL;
+    bool made = false;
     if (exchange && has_dtype(out, dtype)) {
-        Py_INCREF((PyObject *)exchange);
-        done = reduce(exchange, x, &from, out);
-        Py_DECREF((PyObject *)exchange);
+        result = make(exchange, &(Call){&from, out, x, out});
+        made = result != Py_NotImplemented;
     }
+    Py_XDECREF((PyObject *)exchange);
     PyBuffer_Release(&from);
     Py_DECREF(dtype);
-    return done < 0 ? NULL : Py_NewRef(done ? out : Py_None);
+    if (made) return result;
+    Py_XDECREF(result);
+    Py_RETURN_NONE;
 }
 
 static PyMethodDef repeats_methods[] = {

@@ -1,13 +1,15 @@
 /* What Python sees of the native part: folds here, the exchange of slots in exchange.c, that between nodes in
  * nodes.c, and leaves in leaves.c.
  *
- * Only the limited API of Python 3.11 is used, so that one build serves every later version, and no
- * header of NumPy: arrays come in by the buffer protocol. */
+ * Only the limited API of Python 3.11 is used, so that one build serves every later version with the GIL, and no
+ * header of NumPy: arrays come in by the buffer protocol. What threads share without the GIL, they change with
+ * the turn of a communicator, in a critical section, or as an atomic. */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <stdint.h>
 
+#include "ending.h"
 #include "exchange.h"
 #include "folds.h"
 #include "leaves.h"
@@ -266,6 +268,15 @@ static PyObject *py_wait_aside(PyObject *module, PyObject *args)
     return PyBool_FromLong(done);
 }
 
+static PyObject *py_fence_everywhere(PyObject *module, PyObject *none)
+{
+    (void)module, (void)none;
+    Py_BEGIN_ALLOW_THREADS
+    fence_everywhere();
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
 static PyObject *py_levels(PyObject *module, PyObject *none)
 {
     (void)module, (void)none;
@@ -315,6 +326,8 @@ static PyMethodDef methods[] = {
      PyDoc_STR("reduce_chunks(place, x, fold): reduce an array in a segment; see segment.h for the place and what is returned.")},
     {"wait_aside", py_wait_aside, METH_VARARGS,
      PyDoc_STR("wait_aside(slots, size, slot, step, waited, seconds, woken): wait beside other threads until all ranks have posted a step.")},
+    {"fence_everywhere", py_fence_everywhere, METH_NOARGS,
+     PyDoc_STR("fence_everywhere(): have all threads of the machine show what they wrote before; it takes milliseconds.")},
     {"levels", py_levels, METH_NOARGS,
      PyDoc_STR("levels(): return the names of the instruction sets that folds can use here.")},
     {"use_level", py_use_level, METH_O,
@@ -327,10 +340,17 @@ static PyMethodDef methods[] = {
 static int exec_module(PyObject *module)
 {
     use_level(level_count() - 1);
-    return add_nodes(module) || add_turns(module) || add_exchange(module) || add_leaves(module) ? -1 : 0;
+    if (PyModule_AddStringConstant(module, "sources", SOURCES)) return -1;
+    return add_nodes(module) || add_turns(module) || add_exchange(module) || add_leaves(module) || add_ending(module) ? -1 : 0;
 }
 
-static PyModuleDef_Slot slots[] = {{Py_mod_exec, exec_module}, {0, NULL}};
+static PyModuleDef_Slot slots[] = {
+    {Py_mod_exec, exec_module},
+#ifdef Py_GIL_DISABLED
+    {Py_mod_gil, Py_MOD_GIL_NOT_USED},
+#endif
+    {0, NULL},
+};
 
 static PyModuleDef definition = {
     PyModuleDef_HEAD_INIT,

@@ -18,6 +18,8 @@
 
 /* Rounds double the nodes that are known. */
 enum { ROUNDS = 24, STATUS_WORDS = 16 };
+/* Nanoseconds after the beginning of a step within which no other rank gives up the next one. Later Python looks whether one has. */
+enum { SOON = 1000000 };
 /* Looks for a message between two times that the core is given up. */
 enum { LOOKS = 4 };
 
@@ -59,6 +61,7 @@ struct Nodes {
     const Messages *current;
     Stage stage;
     int round, error;
+    int64_t begun; /* when the last step began */
     Lane lane;
     bool fits;
 };
@@ -454,14 +457,15 @@ static bool advance(Nodes *self, int64_t end)
 
 bool exchange_nodes(Nodes *self, int64_t step, Py_ssize_t nbytes, int64_t nanoseconds)
 {
-    const int64_t end = clock_now() + nanoseconds;
-    if (self->members[0] != self->slots.rank) return wait_for_word(self->complete, step, end) && nodes_alike(self, step);
+    const int64_t before = self->begun, now = self->begun = clock_now(), end = now + nanoseconds;
+    if (self->members[0] != self->slots.rank)
+        return wait_for_word(self->complete, step, end) && nodes_alike(self, step) && clock_now() < before + SOON;
     self->step = step;
     self->nbytes = nbytes;
     self->stage = AWAITED;
     self->round = -1;
     self->error = 0;
-    return advance(self, end);
+    return advance(self, end) && clock_now() < before + SOON;
 }
 
 static PyObject *nodes_advance(Nodes *self, PyObject *none)

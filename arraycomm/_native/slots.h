@@ -40,8 +40,12 @@ bool wait_for_word(_Atomic int64_t *word, int64_t step, int64_t end);
  * ranks are, the longer it sleeps between two looks. */
 bool wait_aside(const Slots *slots, int64_t step, int64_t since, int64_t end, _Atomic int32_t *woken);
 
-/* Whether every rank's header has the digest of this rank's. */
-bool same_digests(const Slots *slots, int64_t step);
+/* Whether the headers of all ranks begin as is expected: `nbytes` of each, one after the other. */
+bool headers_begin(const Slots *slots, int64_t step, const char *expected, size_t nbytes);
+
+/* Have every thread of this machine show what it has written before it reads on. A thread that has not seen what this one wrote
+ * before is then seen to have written its stamp. It takes milliseconds; whoever posts a step needs no fence for that. */
+void fence_everywhere(void);
 
 /* Copy past the caches: what lies in this core's, other cores may read more slowly than main memory. */
 void stream_copy(void *out, const void *from, size_t nbytes);

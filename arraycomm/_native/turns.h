@@ -8,6 +8,12 @@
 #include <stdatomic.h>
 #include <stdbool.h>
 
+/* What lies between is done by one thread at a time; with the GIL it is anyway. */
+#ifndef Py_GIL_DISABLED
+#define Py_BEGIN_CRITICAL_SECTION(object) {
+#define Py_END_CRITICAL_SECTION() }
+#endif
+
 /* The base of control channels. Only who has the turn changes it. */
 typedef struct {
     PyObject ob_base;

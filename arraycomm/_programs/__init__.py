@@ -1,1 +1,1 @@
-"""What scripts and notebooks need around communication: ranks that a function starts, and logs."""
+"""What comes back from ranks that a function starts: see `arraycomm.launch`."""

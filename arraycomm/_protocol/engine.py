@@ -8,18 +8,19 @@ progress thread.
 from __future__ import annotations
 
 import threading
-from collections import deque
+import time
 from collections.abc import Callable
 from functools import partial
+from itertools import takewhile
 from typing import Any, Self
 
-from arraycomm._errors import CommunicatorClosedError, ConcurrentUseError
+from arraycomm._errors import CommunicatorClosedError, ConcurrentUseError, TransportError, text_of
 from arraycomm._native import compiled
 from arraycomm._protocol.task import Task
 from arraycomm._protocol.waits import clock
-from arraycomm._protocol.waits.outcomes import Outcomes
+from arraycomm._protocol.waits.outcomes import Outcome, Outcomes
 from arraycomm._protocol.waits.progress import ProgressThread
-from arraycomm._protocol.waits.waiting import Watch, beside_own_work, done_after_all, wait_for
+from arraycomm._protocol.waits.waiting import NAP, Watch, beside_own_work, done_after_all, wait_for
 from arraycomm._transports.base import Handle, Steps
 from arraycomm._transports.control import ControlChannel
 
@@ -33,7 +34,8 @@ class Engine:
 
     A `with` block of it is one call of the user's. While it waits, it calls `watch(seconds
     waited)`, which raises if waiting on makes no sense, and `push_others` if no thread pushes on
-    the requests of other queues. It calls `after_wait` when a wait is over.
+    the requests of other queues. It calls `after_wait` when a wait is over, and `close(error)` if
+    the thread that makes progress has failed.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class Engine:
         watch: Watch,
         after_wait: Callable[[], None],
         push_others: Callable[[], None],
+        close: Callable[[BaseException], None],
     ) -> None:
         self._spins = spins
         # How often a wait for a task polls before it looks at the peers, and gives up the core.
@@ -50,17 +53,19 @@ class Engine:
         self.threaded = threaded
         self._watch = watch
         self._after_wait = after_wait
-        self._push_others = push_others
+        self._push_others, self._close = push_others, close
         # What a call was waiting for when it was given up.
         self.interrupted: Handle | None = None
         # Why no use is possible in a forked child.
         self.refusal = ""
-        self.queue: deque[Task] = deque()
+        # A list, not a deque: one thread may copy it while another one changes it, also without the
+        # GIL.
+        self.queue: list[Task] = []
         self.outcomes = Outcomes()
         self.messages: list[Task] = []
         self.follower: Task | None = None
         self._driving = threading.Lock()
-        self.progress = ProgressThread(self.advance, self._active)
+        self.progress = ProgressThread(self.advance, self._active, self._lose_thread)
         # The thread that waits for as long as it takes, if it looks after the wait just now.
         self.blocked: int | None = None
         # Held by the thread that is calling; the fast path of small reductions takes it too.
@@ -77,7 +82,7 @@ class Engine:
 
     def _active(self) -> list[Task]:
         """Return the programs that do not wait for another one; none if it is idle."""
-        return [*list(self.queue)[:1], *self.messages]
+        return [*self.queue[:1], *self.messages]
 
     def _moved(self) -> float:
         """Return when one of the active programs began to wait for what it waits for now."""
@@ -117,9 +122,19 @@ class Engine:
 
     def submit(self, program: Steps, site: str = "unknown") -> Task:
         """Put a program at the end of the queue, and start it if it is alone there."""
-        task = Task(program, None, self.outcomes.add(site))
-        self.queue.append(task)
-        return self._begin(task)
+        task = Task(program, None, Outcome(self.outcomes, site))
+        if self.queue or self.refusal or self._driving.locked():
+            self.queue.append(task)
+            return self._begin(task)
+        # Its first wait is not looked at: most callers wait for it in a moment.
+        with self._driving:
+            self.queue.append(task)
+            task.step()
+            if task.finished:
+                self.queue.remove(task)
+        if not task.finished:
+            self._leave()
+        return task
 
     def follow(self, program: Steps) -> None:
         """Put a program right behind the one that is running: what comes next waits for it.
@@ -137,7 +152,7 @@ class Engine:
 
         One that is `awaited` is driven by the wait that follows, and needs no thread.
         """
-        task = Task(program, watch, self.outcomes.add(site))
+        task = Task(program, watch, Outcome(self.outcomes, site))
         # Begun here, so that messages begin in the order of the calls.
         task.step()
         self.messages.append(task)
@@ -145,11 +160,26 @@ class Engine:
 
     def give_up(self, task: Task, error: BaseException) -> None:
         """End a program whose caller was interrupted: nobody is left who could wait for it."""
+        task.outcome.claim()
+        self._end(task, error)
+
+    def _end(self, task: Task, error: BaseException) -> None:
         with self._driving, task.pushing:
-            task.outcome.claim()
             if not task.finished:
                 self.interrupted = task.waiting
                 task.fail(error)
+
+    def _lose_thread(self, cause: BaseException) -> None:
+        """End everything outstanding, and the group: the thread that makes progress has failed."""
+        raised = f"{type(cause).__name__}: {text_of(cause)}"
+        error = TransportError(
+            f"the thread that makes progress on requests must not fail; it raised {raised}; go on "
+            "with another communicator, for example one that dup() made before"
+        )
+        error.__cause__ = cause
+        for task in [*self.queue, *self.messages]:
+            self._end(task, error)
+        self._close(error)
 
     def give_up_all(self, error: BaseException) -> None:
         """End everything outstanding: the program that could have waited for it has failed."""
@@ -158,9 +188,23 @@ class Engine:
 
     def _begin(self, task: Task) -> Task:
         self.advance()
-        if self._has_thread() and not self.idle:
-            self.progress.start()
+        self._leave()
         return task
+
+    def _leave(self) -> None:
+        """Leave what is outstanding to the thread."""
+        if (self.queue or self.messages) and self.threaded and not ProgressThread.refused:
+            self.progress.start()
+
+    def test(self, task: Task) -> bool:
+        """Push the programs on, and tell whether that of a task is finished."""
+        if not task.finished:
+            self.progress.take_over()
+            try:
+                self.advance()
+            finally:
+                self._leave()
+        return task.finished
 
     def advance(self, polls: int = 1) -> None:
         """Push the programs on as far as they go without waiting; poll each so often."""
@@ -172,10 +216,11 @@ class Engine:
             return
         # An interrupt right after an acquire() that succeeded would leave the lock held for ever.
         with self._driving:
-            for message in [task for task in self.messages if self._advance(task, polls)]:
-                self.messages.remove(message)
+            if self.messages:
+                for message in [task for task in self.messages if self._advance(task, polls)]:
+                    self.messages.remove(message)
             while self.queue and self._advance(self.queue[0], polls):
-                self.queue.popleft()
+                self.queue.pop(0)
 
     def push_follower(self) -> None:
         """Push on what follows, and nothing that may wait outside Python."""
@@ -185,12 +230,16 @@ class Engine:
         # Not in a main thread, in which an interrupt might leave it held.
         if self._driving.acquire(False):
             if self.queue and self.queue[0] is follower:
-                self.queue.popleft()
+                self.queue.pop(0)
             self._driving.release()
 
-    def drain(self) -> None:
-        """Wait for everything outstanding."""
-        for task in [*self.queue, *self.messages]:
+    def drain(self, *, at_end: bool = False) -> None:
+        """Wait for everything outstanding; at the program's end but for what ends with a thread."""
+        left = [t for t in [*self.queue, *self.messages] if at_end and t.ends_with_thread()]
+        for task in left:
+            task.outcome.claim()
+        queue = takewhile(lambda task: task not in left, self.queue)
+        for task in [*queue, *(task for task in self.messages if task not in left)]:
             self.wait_for(partial(self._pushed, task), lambda waited: None)
 
     def _absent(self, handle: Handle | None) -> bool:
@@ -213,9 +262,16 @@ class Engine:
             self._push_others()
             return False
 
+        def watch_or_go_on(waited: float) -> None:
+            try:
+                (watch or self._watch_call)(waited)
+            except Exception:
+                if _withdrawn(handle):
+                    raise
+
         done_here = done if self._has_thread() else done_or_pushed
         absent = partial(self._absent, handle)
-        wait_for(done_here, self._spins, watch or self._watch_call, self._moved, absent)
+        wait_for(done_here, self._spins, watch_or_go_on, self._moved, absent)
         self._after_wait()
 
     def _watch_call(self, waited: float, watch: Watch | None = None) -> None:
@@ -227,10 +283,25 @@ class Engine:
 
     def _pushed(self, task: Task, polls: int = 1) -> bool:
         self.advance(polls)
+        if not task.finished and self._driving.locked():
+            # The thread is at it. It may need the interpreter, which a caller that polls keeps.
+            time.sleep(NAP)
         return task.finished
 
     def finish(self, task: Task, timeout: float | None = None) -> Any:
         """Wait for a task, and return its result or raise its error."""
+        if not task.finished:
+            self.progress.take_over()
+            try:
+                if not self._pushed(task, self._polls):
+                    self._wait_for(task, timeout)
+            finally:
+                if self.queue or self.messages:
+                    self._leave()
+        task.outcome.claim()
+        return task.result if task.error is None else task.take()
+
+    def _wait_for(self, task: Task, timeout: float | None) -> None:
         deadline = None if timeout is None else clock.now() + timeout
 
         def watch(waited: float) -> None:
@@ -238,14 +309,10 @@ class Engine:
                 raise NotFinishedError
 
         self.blocked = threading.get_ident() if timeout is None else None
-        self.progress.set_aside(True)
         try:
             self.wait_for(partial(self._pushed, task, self._polls), watch)
         finally:
             self.blocked = None
-            self.progress.set_aside(False)
-        task.outcome.claim()
-        return task.take()
 
     def _advance(self, task: Task, polls: int) -> bool:
         """Push one task on; tell whether it is finished."""
@@ -253,15 +320,24 @@ class Engine:
             while not task.finished:
                 try:
                     waiting, watch = task.waiting, task.watch or self._watch
-                    if waiting is not None and not any(waiting.done() for _ in range(polls)):
+                    if waiting is not None and not (
+                        waiting.done() or any(waiting.done() for _ in range(polls - 1))
+                    ):
                         if getattr(waiting, "local", False):
                             task.since = clock.now()
                         if not done_after_all(waiting.done, watch, clock.now() - task.since):
                             return False
                     self._after_wait()
                 except Exception as error:
+                    if not _withdrawn(task.waiting):
+                        return False
                     self.interrupted = task.waiting
                     task.fail(error)
                     return True
                 task.step()
             return True
+
+
+def _withdrawn(waiting: Handle | None) -> bool:
+    """Take back what this rank waits in; return False if all ranks have come to it, so go on."""
+    return not isinstance(waiting, ControlChannel) or waiting.withdraw()

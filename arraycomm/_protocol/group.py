@@ -19,6 +19,7 @@ from arraycomm._errors import (
 )
 from arraycomm._protocol.agreement import UndeliveredError
 from arraycomm._protocol.engine import Engine
+from arraycomm._protocol.task import without_traceback
 from arraycomm._protocol.waits.deadlock import Counts, DeadlockWatch, Wait
 from arraycomm._protocol.waits.watchdog import LAST_MESSAGE, Watchdog, checked_timeout
 from arraycomm._transports.base import Steps, Transport
@@ -57,6 +58,25 @@ class Options:
         object.__setattr__(self, "timeout", checked_timeout(self.timeout))
 
 
+@dataclass(eq=False)
+class Child:
+    """A group made from another one; None on a rank that has no part in it.
+
+    `user` returns what uses it, or None. One that is `hidden` is a duplicate that no user sees.
+    """
+
+    group: Group | None
+    user: Callable[[], Any]
+    hidden: bool = False
+
+    def is_over(self) -> bool:
+        """Return whether this rank needs it no more: an error ended it, or nobody can use it."""
+        made = self.group
+        if made is None or made not in made.related:
+            return True
+        return (made.closed is not None or self.user() is None) and made.may_go()
+
+
 class Group:
     """The state of one communicator on this rank, below the user's object."""
 
@@ -80,9 +100,10 @@ class Group:
         self.engine = Engine(
             transport.spins,
             transport.threaded,
-            self.watchdog.check,
+            self._check,
             self.watchdog.withdraw,
             self._push_related,
+            self.close,
         )
         # What ended the group on this rank; no call is made afterwards.
         self.closed: BaseException | None = None
@@ -107,8 +128,8 @@ class Group:
         # Called at the program's end, and before `free`, to wait for work outside the transport.
         self.on_exit: list[Callable[[], None]] = []
         self.on_free: list[Callable[[], None]] = []
-        # The duplicates that no user sees, on all ranks alike, and what uses each.
-        self.hidden: list[tuple[Group, Callable[[], Any]]] = []
+        # What has become of the groups made from this one, on all ranks alike.
+        self.children: list[Child] = []
         # How many groups were made from this one, for their names.
         self.made = 0
 
@@ -153,6 +174,12 @@ class Group:
             raise undelivered.pop()
         return result
 
+    def _check(self, waited: float) -> None:
+        """Raise if waiting on in a collective makes no sense."""
+        if self.closed is not None:
+            raise self.closed_error(self.watchdog.current[0])
+        self.watchdog.check(waited)
+
     def check_message(self, wait: Wait, waited: float) -> None:
         """Raise if a message will not come any more, or will not be taken."""
         self.watchdog.check_message(wait, waited)
@@ -165,7 +192,19 @@ class Group:
 
     def at_rest(self) -> bool:
         """Return whether this rank has nothing under way, so that the transport may be freed."""
-        return self.engine.idle and self.control.done() and not self.unfinished
+        # In shared memory a step that this rank has posted needs it no more.
+        stepped = self.control.shared or self.control.done()
+        return self.engine.idle and stepped and not self.unfinished
+
+    def forget_frames(self) -> None:
+        """Keep no frames of the error that ended this group: they hold communicators and arrays."""
+        if self.closed is not None and self.closed.__traceback__ is not None:
+            self.closed = without_traceback(self.closed)
+
+    def may_go(self) -> bool:
+        """Return whether it is at rest here, what was made from it too, and no message is left."""
+        mine = self.at_rest() and not self.unmatched
+        return mine and all(child.is_over() for child in self.children)
 
     def end(self, error: BaseException) -> None:
         """Make no call any more on this rank; says nothing to the others."""
@@ -183,7 +222,9 @@ class Group:
         for hook in self.on_failure:
             hook()
         self.watchdog.give_up(error)
-        if isinstance(error, MismatchError):
+        # Before others hear of it: who sees the notice first sees no result of this rank's either.
+        self.control.withdraw()
+        if isinstance(error, MismatchError) or (self.control.ended and self.control.done()):
             # All ranks learn of it in the same steps, which this one has taken to the end.
             self.control.completed = self.control.step
         waiting = self.engine.interrupted
@@ -191,10 +232,10 @@ class Group:
         self.unfinished = waiting is not None and not on_control
         self.end(error)
         in_vain = isinstance(error, CommTimeoutError) and not isinstance(error, DeadlockError)
-        # After a timeout, others that wait in the same step are to time out themselves; who comes
+        # After a timeout, others that wait for the same ranks are to time out themselves; who comes
         # later is told.
-        state, step = (GAVE_UP, self.control.step) if in_vain else (FAILED, self.control.completed)
-        self.control.notes.announce_exit(state, step, self._exit_text(error))
+        state = GAVE_UP if in_vain else FAILED
+        self.control.notes.announce_exit(state, self.control.completed, self._exit_text(error))
 
     def _exit_text(self, error: BaseException) -> str:
         """Return this rank's traceback, unless it only followed another rank."""

@@ -10,7 +10,7 @@ use:
 
 an int       a length, of axis 0 or in bytes, or a flag; see `Headers.lengths`
 dtypes       that a result cannot have, and the framework of a root (`_calls/refusals.py`)
-a digest     of what may differ if all ranks take it well, such as the place of a shared array
+a digest     of what may differ if all ranks take it well, such as the adapter of an optimizer
 a weight     of gradients (`_training/weighted.py`)
 `Place`      where a rank is in its training (`_training/rounds.py`)
 `Where`      in which update, and at which call of a program (`_training/numbered.py`)

@@ -12,6 +12,11 @@ from arraycomm._transports.notes import ENDED, FINALIZED, FINISHED, GAVE_UP
 
 # The setting that names the containers of a tree: a line for each, of its path and its type.
 STRUCTURE: Final = "structure"
+# The setting that says what containers hold besides leaves: a line for each part, of its path and
+# its value.
+STATIC: Final = "static"
+# What comes before such a value.
+VALUE: Final = "= "
 
 
 def mismatch(details: Sequence[Detail]) -> MismatchError:
@@ -69,26 +74,35 @@ def first_difference(details: Sequence[Detail]) -> str:
 
 def _other_container(first: CallDetail, other: CallDetail, rank: int) -> str:
     """Name the first container of two trees whose types differ, or return an empty string."""
-    here, there = (_containers(call) for call in (first, other))
-    for path in sorted(here.keys() | there.keys()):
-        one, another = here.get(path), there.get(path)
-        if one != another and one and another:
-            return f"First difference: {path} is of type {one} on rank 0, {another} on rank {rank}"
-        if one != another:
-            where = 0 if one else rank
-            return f"First difference: {path}, of type {one or another}, is on rank {where} only"
+    ours, others = (_containers(call) for call in (first, other))
+    for path in ours | others:
+        one, another = ours.get(path), others.get(path)
+        if one == another:
+            continue
+        if one and another:
+            there = another.removeprefix(VALUE)
+            return f"First difference: {path} is {_kind(one)} on rank 0, {there} on rank {rank}"
+        where = 0 if one else rank
+        return f"First difference: {path}, {_kind(one or another or '')}, is on rank {where} only"
     return ""
 
 
+def _kind(said: str) -> str:
+    return said.removeprefix(VALUE) if said.startswith(VALUE) else f"of type {said}"
+
+
 def _containers(call: CallDetail) -> dict[str, str]:
-    structure = str(dict(call.settings).get(STRUCTURE) or "")
-    lines = (line.rpartition(": ") for line in structure.splitlines())
+    settings = dict(call.settings)
+    texts = (str(settings.get(name) or "") for name in (STRUCTURE, STATIC))
+    lines = (line.rpartition(": ") for text in texts for line in text.splitlines())
     return {path: kind for path, _, kind in lines}
 
 
 def _settings(call: CallDetail) -> str:
     said = [
-        (name, value) for name, value in call.settings if value is not None and name != STRUCTURE
+        (name, value)
+        for name, value in call.settings
+        if value is not None and name not in (STRUCTURE, STATIC)
     ]
     return ", ".join(f"{name}={value}" for name, value in said)
 

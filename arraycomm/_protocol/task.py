@@ -12,7 +12,7 @@ from arraycomm._protocol.waits.waiting import Watch
 from arraycomm._transports.base import Handle, Steps
 
 
-def _without_traceback(error: BaseException) -> BaseException:
+def without_traceback(error: BaseException) -> BaseException:
     """Return a copy of an error that keeps no frames alive, or the error if it cannot be copied."""
     try:
         copied = copy.copy(error)
@@ -32,6 +32,7 @@ class Task:
         self.outcome = outcome or Outcome()
         # Whether the caller does nothing else until it is finished.
         self.waited_for = False
+        self._thread = threading.current_thread()
         # Called while waiting, in place of the engine's own.
         self.watch = watch
         self.waiting: Handle | None = None
@@ -41,6 +42,12 @@ class Task:
         self.finished = False
         self.result: Any = None
         self.error: BaseException | None = None
+
+    def ends_with_thread(self) -> bool:
+        """Return whether the program's end leaves it alone: another thread waits, or a daemon's."""
+        # Threads that Python has not started make requests too, which are the program's.
+        foreign = type(self._thread).__name__ == "_DummyThread"
+        return self.waited_for or (self._thread.daemon and not foreign)
 
     def step(self) -> None:
         """Run the program up to the next thing it waits for."""
@@ -64,7 +71,7 @@ class Task:
         """Return the result, or raise the error; once more if asked again."""
         if self.error is None:
             return self.result
-        error, self.error = self.error, _without_traceback(self.error)
+        error, self.error = self.error, without_traceback(self.error)
         try:
             raise error
         finally:

@@ -299,10 +299,10 @@ def share(transport: Transport, nbytes: int, among: ControlChannel | None = None
     """Return so many bytes that all ranks share, and whether all have the native part; collective.
 
     Of a control channel `among` some ranks, these share it. The memory is None, on every rank, if
-    `nbytes` is 0, or one of them cannot open it.
+    one of them cannot open it.
     """
     control = among or transport.control
-    if not isinstance(control, SharedControl) or not nbytes:
+    if not isinstance(control, SharedControl):
         return None, False
     name = transport.offer_memory(nbytes) if control.rank == 0 else ""
     try:

@@ -25,7 +25,6 @@ class Algorithm(enum.StrEnum):
     SLICES = "slices"
     CHAIN = "chain"
     SEGMENT = "segment"
-    SHARED = "shared"
     NATIVE = "native"
     FUNCTION = "function"
 

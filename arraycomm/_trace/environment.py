@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import os
-from contextlib import suppress
 
 from arraycomm import _launch
 from arraycomm._calls.runner import Runner
@@ -58,8 +57,8 @@ class _WorldTrace:
     def _merge(self) -> None:
         """Make one file of the parts of ranks that have all ended well."""
         if self.trace is not None and self.first:
-            with suppress(OSError):
-                files.merge(self.trace.path)
+            with self.trace.saying_what_is_lost(self.trace.path) as path:
+                files.merge(path)
 
 
 _world = _WorldTrace()

@@ -31,8 +31,16 @@ def part_path(path: str, rank: int) -> str:
 def append(path: str, part: Part, first: int) -> None:
     """Append a part's records from `first` on to the rank's own file; begin it if that is 0."""
     lines = [part.head(), *part.records[first:]]
-    with open(path, "a" if first else "w", encoding="utf-8") as file:
-        file.write("".join(json.dumps(line) + "\n" for line in lines))
+    text = "".join(json.dumps(line) + "\n" for line in lines).encode()
+    with open(path, "ab" if first else "wb", buffering=0) as file:
+        began = file.tell()
+        try:
+            while text:
+                text = text[file.write(text) :]
+        except OSError:
+            # All are appended once there is room.
+            file.truncate(began)
+            raise
 
 
 def merge(path: str) -> None:
@@ -47,9 +55,14 @@ def merge(path: str) -> None:
 def write(path: str, parts: list[Part]) -> None:
     """Write the timeline of all ranks; a reader sees all of it or nothing."""
     partial = f"{path}.partial"
-    with open(partial, "w", encoding="utf-8") as file:
-        json.dump(timeline(parts), file)
-    os.replace(partial, path)
+    try:
+        with open(partial, "w", encoding="utf-8") as file:
+            json.dump(timeline(parts), file)
+        os.replace(partial, path)
+    except OSError:
+        with suppress(OSError):
+            os.unlink(partial)
+        raise
 
 
 def remove(path: str, rank: int) -> None:

@@ -26,7 +26,7 @@ from arraycomm._transports.base import Handle, Steps
 # How elements have moved, if that is not an algorithm of a reduction: by the link's own movement.
 _MOVEMENT: Final = "movement"
 # Those of a call whose elements need not be what movements have moved.
-_WITHOUT_MOVEMENTS: Final = ("", Algorithm.SEGMENT, Algorithm.SHARED, Algorithm.HEADER)
+_WITHOUT_MOVEMENTS: Final = ("", Algorithm.SEGMENT, Algorithm.HEADER)
 # The attribute of an error that a call has raised, which the other ranks know of.
 _KNOWN: Final = "_arraycomm_known"
 # Nanoseconds after which what has been recorded is saved again.
@@ -217,7 +217,7 @@ def _received(call: _Call, message: Message, steps: Steps) -> Steps:
         source, tag = message.status.source, message.status.tag
         assert source is not None
         assert tag is not None
-        call.peer, call.tag, call.nbytes = source, tag, message.status.nbytes
+        call.peer, call.tag, call.nbytes = source, tag, message.status.nbytes or 0
     return result
 
 
@@ -226,9 +226,6 @@ def _algorithm(made: Operation) -> str:
     if made.payload is not None:
         return Algorithm.HEADER
     if isinstance(made, Allreduce):
-        if made.word:
-            # Where the arrays lie, if that is memory that the ranks share.
-            return Algorithm.SHARED
         link, dtype = made.placement.link, made.source.dtype
         return selection.select(link, made.op, dtype, made.nbytes)
     if isinstance(made, Reduce):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
 
@@ -14,6 +15,7 @@ from arraycomm._calls.runner import Runner
 from arraycomm._collectives.objects import GatherObject
 from arraycomm._entries import entries
 from arraycomm._errors import ArrayCommError
+from arraycomm._launch.output import say
 from arraycomm._protocol.agreement import Agreement
 from arraycomm._protocol.header import Signature
 from arraycomm._trace import clocks, files
@@ -60,7 +62,7 @@ class Trace(ProcessBound):
 
     def __init__(self, runner: Runner, path: Any, by: str = "") -> None:
         self._runner, self._given, self._by = runner, path, by
-        self._saved = 0
+        self._saved, self._is_lost = 0, False
         # Calls may end in two threads, and each may find that it is time to save.
         self._saving = threading.Lock()
 
@@ -127,11 +129,21 @@ class Trace(ProcessBound):
         """Save the records so far to this rank's own file, where `arraycomm trace` finds them."""
         if not self.is_own:
             return
-        # A trace that cannot be saved must not end the program.
-        with self._saving, suppress(OSError):
+        own = files.part_path(self.path, self._part.rank)
+        with self._saving, self.saying_what_is_lost(own) as path:
             part = self._gathered()
-            files.append(files.part_path(self.path, part.rank), part, self._saved)
+            files.append(path, part, self._saved)
             self._saved = len(part.records)
+
+    @contextmanager
+    def saying_what_is_lost(self, path: str) -> Iterator[str]:
+        """Say once that a file cannot be written, which must not end the program."""
+        try:
+            yield path
+        except OSError as error:
+            if not self._is_lost:
+                self._is_lost = True
+                say(f"arraycomm: the trace {path} cannot be written: {error.strerror}")
 
     def _gathered(self) -> Part:
         part, recorder = self._part, self._recorder

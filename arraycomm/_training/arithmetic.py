@@ -38,26 +38,15 @@ _NOTHING: Final = nullcontext()
 
 
 class Operand(NamedTuple):
-    """An array as arithmetic takes it.
+    """An array as arithmetic takes it."""
 
-    Attributes
-    ----------
-    array : array
-        The caller's memory, by its framework's own namespace or as NumPy's.
-    xp : module
-        The array's namespace.
-    dtype : dtype
-        NumPy's dtype of the elements, whatever the namespace.
-    own : dtype
-        The namespace's dtype of the elements.
-    like : BufferView or None
-        What results must be like, if the namespace is not the caller's own.
-    """
-
+    # Of the framework's own namespace, or of NumPy.
     array: Any
     xp: Any
+    # NumPy's, whatever the namespace, and the namespace's.
     dtype: DType
     own: Any
+    # What results must be like, if the namespace is not the caller's own.
     like: BufferView | None
 
 

@@ -48,27 +48,7 @@ def registry_of(comm: Communicator) -> _Registry:
 
 
 class Gradients:
-    """How the gradients of an optimizer are reduced, and their sums over the steps so far.
-
-    Attributes
-    ----------
-    comm : Communicator
-        The optimizer's own.
-    op : str
-        "mean" or "sum" over ranks.
-    accumulate : int
-        Steps whose mean is reduced.
-    options : dict
-        The other arguments of `allreduce_gradients`.
-    shards : Shards or None
-        Exchanges what the ranks have updated, if each updates a part of the parameters.
-    compressor : Compressor
-        How they are compressed.
-    verification : Verification
-        Compares what the ranks' steps depend on.
-    inputs : callable or None
-        Returns that, if the adapter knows it before a step.
-    """
+    """How the gradients of an optimizer are reduced, and their sums over the steps so far."""
 
     # For the functions of an adapter that its framework calls.
     entry = staticmethod(entry)
@@ -87,6 +67,7 @@ class Gradients:
     ) -> None:
         self.comm, self.op, self.accumulate, self.shards = comm, op, accumulate, shards
         self._shared, self.verification = shared, verification
+        # Returns what a step depends on, if the adapter knows it before.
         self.inputs: Callable[[], Inputs] | None = None
         # The same number on every rank, since making an optimizer is collective.
         registry = registry_of(shared)
@@ -94,6 +75,7 @@ class Gradients:
         registry.made += 1
         registry.optimizers[self.number] = self
         self.compressor = Compressor(compression, comm, op)
+        # The other arguments of `allreduce_gradients`.
         self.options: dict[str, Any] = {
             "bucket_bytes": bucket_bytes,
             "compression": self.compressor.dtype,
@@ -215,6 +197,8 @@ class Gradients:
         `replaced` is a digest of gradients that were replaced after they had been reduced.
         """
         self._call_in_join(HandedStep, tree, replaced, self.look)
+        if self.rounds is not None:
+            self.rounds.note_others(others=False)
         return bool(self._block.total)
 
     def _call_in_join(self, operation: OperationClass[...], *arguments: Any) -> Any:
@@ -253,9 +237,19 @@ class Gradients:
     def finish_step(self, *, skipped: bool = False) -> None:
         """Go on to the next step."""
         if self.rounds is not None:
-            self.rounds.finish_step(skipped=skipped)
+            self.rounds.finish_step(skipped=skipped, kept=not self._has_reduced)
         if self._has_reduced:
             self._steps, self._has_reduced = 0, False
+
+    def renumber(self, numbers: dict[int, int], count: int) -> None:
+        """Give what is remembered of parameters their new numbers, of so many; drop the others'."""
+        if self.compressor.states is not None:
+            self.compressor.states.renumber(numbers)
+        if self._sums:
+            sums: list[Sum | None] = [None] * count
+            for old, new in numbers.items():
+                sums[new] = self._sums[old]
+            self._sums = sums
 
     def copy(self) -> Self:
         """Return the gradients of a copy of the optimizer, which are reduced over the same ranks.
@@ -371,7 +365,7 @@ class HandedStep(HandOver):
         look: Shows,
     ) -> None:
         number = _number_in_join(gradients)
-        further = (("replaced", replaced), *_taken(gradients))
+        further = (("replaced", replaced), *_others(gradients), *_taken(gradients))
         options = {**gradients.options, "compression": None, "optimizer": number}
         super().__init__(context, block, memory, tree, "sum", **options, further=further, look=look)
 
@@ -388,6 +382,12 @@ def _taken(gradients: Gradients) -> Settings:
     if gradients.inputs is None:
         return ()
     return (("hyperparameters", json.dumps(gradients.inputs().taken(), default=str)),)
+
+
+def _others(gradients: Gradients) -> Settings:
+    """Return what the ranks compare, so that all have exchanged parameters, or none."""
+    has_others = gradients.rounds is not None and gradients.rounds.place.others
+    return (("parameters", "others than before"),) if has_others else ()
 
 
 def _number_in_join(gradients: Gradients) -> int:

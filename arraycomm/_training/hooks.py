@@ -26,23 +26,12 @@ _StateOf = Callable[[int, Any], Any]
 
 
 class Hook(NamedTuple):
-    """A compression that reduces by itself, for one optimizer.
-
-    Attributes
-    ----------
-    compression : Compression
-        What reduces.
-    comm : Communicator
-        The optimizer's own.
-    op : str
-        "mean" or "sum".
-    states : States
-        What is remembered of each parameter, unless that is in the optimizer's own state.
-    """
+    """A compression that reduces by itself, for one optimizer."""
 
     compression: Compression
     comm: Communicator
     op: str
+    # Of each parameter, unless they are in the optimizer's own state.
     states: States
 
     def reduce(self, gradients: dict[int, Any]) -> dict[int, Any]:

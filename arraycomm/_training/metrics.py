@@ -114,7 +114,8 @@ class MeanMetrics(Operation):
             BufferView(summand.reshape(-1).view(_SUMS), "numpy", summand, False)
             for summand in self._summands
         ]
-        settings = leaves.settings()
+        leaves.check_values()
+        settings = leaves.flat.settings(alone=self.group.size == 1)
         self.signature = Signature(self.name, leaves=leaves.described(), settings=settings)
         self.nbytes, self.copies = self._fusion.nbytes, len(self._present)
 
@@ -155,7 +156,8 @@ class JoinedMeanMetrics(MeanMetrics):
 def check_same_leaves(calls: Sequence[CallDetail]) -> None:
     """Raise if ranks that have data differ in their trees."""
     live = active(calls)
-    if any(call.leaves != live[0].leaves for call in live):
+    trees = [(call.leaves, call.settings) for call in live]
+    if any(tree != trees[0] for tree in trees):
         raise mismatch(live)
 
 

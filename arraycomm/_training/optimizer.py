@@ -44,6 +44,7 @@ def DistributedOptimizer(  # noqa: N802
     compression: str | Compression | None = None,
     shard: bool = False,
     verify_every: int = DEFAULT_STEPS,
+    module: Any = None,
 ) -> T:
     """Make an optimizer reduce the gradients over all ranks before it uses them.
 
@@ -81,6 +82,10 @@ def DistributedOptimizer(  # noqa: N802
     verify_every : int
         Steps after which the ranks compare digests of their parameters and of the optimizer's state
         again; 0 compares nothing. See Notes.
+    module : torch.nn.Module, optional
+        With torch, the module whose parameters the optimizer updates. It gives them names, and its
+        buffers, such as running statistics and masks, are compared as parameters are. Buffers whose
+        names are in its attribute `_ddp_params_and_buffers_to_ignore` are left out, as by DDP.
 
     Returns
     -------
@@ -93,8 +98,8 @@ def DistributedOptimizer(  # noqa: N802
     Raises
     ------
     ValueError
-        The optimizer is distributed already, or an argument is out of range. In a step: a closure
-        was passed although gradients are accumulated.
+        The optimizer is distributed already, an argument is out of range, or `module` has none of
+        its parameters. In a step: a closure was passed although gradients are accumulated.
     MismatchError
         The arguments differ between ranks. In a step, before it changes anything: what it depends
         on is not the same on all ranks, see Notes. With torch, in a backward pass or a step: some
@@ -102,7 +107,8 @@ def DistributedOptimizer(  # noqa: N802
         optax, in an update: some ranks have skipped one that others made. With a wrapped object, in
         a step: on some ranks alone it has raised in a step before.
     TypeError
-        `optimizer` is none of these, or cannot be sharded. With torch, in a backward pass: a
+        `optimizer` is none of these, or cannot be sharded, or is not torch's and `module` is
+        passed. With torch, in a backward pass: a
         gradient is sparse, or has a history. With optax, in an update: an argument is a function
         that cannot be reduced.
 
@@ -140,7 +146,7 @@ def DistributedOptimizer(  # noqa: N802
     """
     shared = comm or world()
     arguments = _Arguments(
-        optimizer, op, bucket_bytes, accumulate, compression, shard, verify_every, []
+        optimizer, op, bucket_bytes, accumulate, compression, shard, verify_every, module, []
     )
     private = dup(runner_of(shared), {}, MakeOptimizer, arguments)
     private.set_guard(PrivateGuard(shared))
@@ -160,7 +166,7 @@ def DistributedOptimizer(  # noqa: N802
         overlapping=arguments.are_alike and hasattr(adapter, "REDUCES_IN_BACKWARD"),
         shards=Shards(own, bucket_bytes) if shard else None,
     )
-    return adapter.distribute(optimizer, gradients)
+    return adapter.distribute(optimizer, gradients, *(() if module is None else (module,)))
 
 
 class _Arguments(NamedTuple):
@@ -173,6 +179,7 @@ class _Arguments(NamedTuple):
     compression: Any
     shard: Any
     verify_every: Any
+    module: Any
     adapters: list[int]
 
     @property
@@ -201,7 +208,7 @@ class _Arguments(NamedTuple):
         adapter.check(self.optimizer)
         return (
             f", {self.op} {self.bucket_bytes} {self.accumulate} {described(self.compression)}"
-            f" {self.verify_every}{self._check_sharding(adapter)}"
+            f" {self.verify_every}{self._check_sharding(adapter)}{self._check_module(adapter)}"
         )
 
     def _check_sharding(self, adapter: ModuleType) -> str:
@@ -214,6 +221,16 @@ class _Arguments(NamedTuple):
         adapter.check_shard(self.optimizer)
         # What is exchanged are parameters in one adapter, and their changes in another.
         return f" shard=True ({name})"
+
+    def _check_module(self, adapter: ModuleType) -> str:
+        """Raise if the module is wrong; return what ranks compare of it."""
+        if self.module is None:
+            return ""
+        if not hasattr(adapter, "check_module"):
+            name = adapter.__name__.rpartition(".")[2]
+            raise TypeError(f"module must be None for optimizers of {name}; only torch's take one")
+        adapter.check_module(self.optimizer, self.module)
+        return " with module"
 
 
 class MakeOptimizer(Dup):

@@ -98,7 +98,7 @@ class ProgramCalls:
             return self.comm.allreduce(x, op, out=out)
         runner, key = runner_of(self.comm), (place, op, x.dtype, x.shape)
         fast = None if self._guard.refuses else runner.fast_paths.find(key)
-        if fast is not None and (result := fast(x, out)) is not None:
+        if fast is not None and (result := fast(x, out)) is not NotImplemented:
             return result
         result = self.comm.allreduce(x, op, out=out)
         if fast is None:

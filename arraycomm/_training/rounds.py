@@ -27,7 +27,7 @@ from arraycomm._trees.reduce import AllreduceGradients
 
 _NAME: Final = "DistributedOptimizer"
 # Bits of the word in which a header carries a place.
-_FLAGS, _COUNT, _STEP = 7, 12, 32
+_FLAGS, _COUNT, _STEP = 8, 12, 31
 
 # The gradients of some parameters, by the parameters' numbers.
 Leaves: TypeAlias = dict[int, Any]
@@ -56,6 +56,8 @@ class Place:
         Whether it is in `step()` with reduced gradients that were written to.
     stale : bool
         Whether it is in `step()` with gradients that seem to be those of a step before.
+    others : bool
+        Whether the optimizer's parameters are others than in the last round.
     """
 
     step: int = 1
@@ -68,6 +70,7 @@ class Place:
     replaced: bool = False
     changed: bool = False
     stale: bool = False
+    others: bool = False
 
     def word(self) -> int:
         """Return the place as a word of a header."""
@@ -95,6 +98,8 @@ class Place:
         step = f"step {self.step}" + (" (after a skipped step)" if self.skipped else "")
         if self.evaluation:
             step = f"evaluation {self.evaluation} of the closure in {step}"
+        if self.others:
+            step = f"{step} with other parameters than before"
         if self.stepping:
             return f"{step}, in step()" + (f" after {self.number} backward()" * self.worked)
         return f"{step}, in its backward() {self.number + 1}"
@@ -102,7 +107,7 @@ class Place:
 
 def agree_on_place(places: Sequence[Place]) -> bool:
     """Return whether the ranks are where they can reduce gradients together."""
-    if len({place.where() for place in places}) > 1:
+    if len({(place.where(), place.others) for place in places}) > 1:
         return False
     return all(p.stepping for p in places) or not any(p.stepping and p.worked for p in places)
 
@@ -123,17 +128,7 @@ class Bucket:
 
 
 class Rounds:
-    """The rounds of one optimizer, and this rank's place.
-
-    Parameters
-    ----------
-    comm : Communicator
-        The optimizer's own.
-    op : str
-        "mean" or "sum" over ranks.
-    options : dict
-        The other arguments of `allreduce_gradients`.
-    """
+    """The rounds of one optimizer, and this rank's place."""
 
     def __init__(self, comm: Communicator, op: str, options: Mapping[str, Any]) -> None:
         self._comm, self._op, self._options = comm, op, options
@@ -180,11 +175,17 @@ class Rounds:
     def finish_round(self, place: Place) -> None:
         """Note the end of a round of backward passes."""
         worked = self.place.worked or not place.stepping
-        self.place = replace(self.place, number=self.place.number + 1, worked=worked)
+        place = self.place
+        self.place = replace(place, number=place.number + 1, worked=worked, others=False)
 
-    def finish_step(self, *, skipped: bool = False) -> None:
-        """Go on to the next step."""
-        self.place = Place(self.place.step + 1, skipped=skipped)
+    def note_others(self, *, others: bool = True) -> None:
+        """Note whether the optimizer's parameters are others than in the last round."""
+        self.place = replace(self.place, others=others)
+
+    def finish_step(self, *, skipped: bool = False, kept: bool = False) -> None:
+        """Go on to the next step, maybe after one whose gradients have only been kept."""
+        others = kept and self.place.others
+        self.place = Place(self.place.step + 1, skipped=skipped, others=others)
 
     def next_evaluation(self) -> None:
         """Go on to the next evaluation of a closure."""
@@ -235,8 +236,9 @@ class ReduceBucket(AllreduceGradients):
                 self.group.control,
                 CallDetail(_NAME, str(self._place), self._site),
                 "steps",
-                "Every rank must take, or skip, the same steps, with as many backward passes; "
-                "decide that from .grad after backward(), which is the same on all ranks",
+                "Every rank must take, or skip, the same steps, with as many backward passes, and "
+                "exchange parameters in the same ones; decide that from .grad after backward(), "
+                "which is the same on all ranks",
             )
         if not self._bucket.index:
             yield from compare(self.group, agreement, self._look)

@@ -36,23 +36,12 @@ _LONG: Final = 80
 
 
 class Shard(NamedTuple):
-    """One parameter, or its update, that is exchanged.
-
-    Attributes
-    ----------
-    path : str
-        How messages call it.
-    owner : int
-        The rank that has updated it.
-    spec : (dtype, shape)
-        Of its values.
-    array : array
-        Its values on the owner; on other ranks an array of the result's framework and device.
-    """
+    """One parameter, or its update, that is exchanged; `owner` is the rank that has updated it."""
 
     path: str
     owner: int
     spec: Spec
+    # Its values on the owner; on others an array of the result's framework and device.
     array: Any
 
 
@@ -80,20 +69,11 @@ def nbytes_of(spec: Spec) -> int:
 
 
 class Message:
-    """Where the parameters of one message are: those of each rank side by side, in rank order.
-
-    Attributes
-    ----------
-    numbers : list of int
-        Which of the parameters that are exchanged.
-    offsets : list of int
-        Where each of them begins, in bytes.
-    bounds : list of int
-        Where each rank's part begins, and the end.
-    """
+    """Where the parameters of one message are: those of each rank side by side, in rank order."""
 
     def __init__(self, numbers: Sequence[int], shards: Sequence[Shard], ranks: int) -> None:
         self.numbers = sorted(numbers, key=lambda number: shards[number].owner)
+        # Where each of them begins, in bytes; where each rank's part begins, and the end.
         self.offsets: list[int] = []
         self.bounds, end = [0] * (ranks + 1), 0
         for number in self.numbers:
@@ -196,15 +176,7 @@ def _view(shard: Shard, *, is_own: bool) -> BufferView:
 
 
 class Shards:
-    """Exchanges what the ranks have updated of one optimizer's parameters.
-
-    Parameters
-    ----------
-    comm : Communicator
-        The optimizer's own.
-    bucket_bytes : int
-        About how many bytes a message has.
-    """
+    """Exchanges what the ranks have updated of one optimizer's parameters."""
 
     def __init__(self, comm: Communicator, bucket_bytes: int) -> None:
         self.comm, self._bucket_bytes = comm, bucket_bytes

@@ -36,38 +36,22 @@ from arraycomm._trees.reduce import (
 
 
 class ShadowStep(NamedTuple):
-    """A step of other ranks, as a rank without data sees it.
+    """A step of other ranks, as a rank without data sees it."""
 
-    Attributes
-    ----------
-    optimizer : int or None
-        The number of the optimizer that is to take a step with these gradients, if any.
-    total : float
-        The sum of the weights.
-    gradients : list of ndarray or None
-        The reduced gradients.
-    settings : str or None
-        The hyperparameters with which ranks with data take it, as JSON.
-    """
-
+    # The number of the optimizer that is to take it with these gradients, if any.
     optimizer: int | None
+    # The sum of the weights.
     total: float
     gradients: Any
+    # The hyperparameters with which ranks with data take it, as JSON.
     settings: str | None = None
 
 
 class Block:
-    """The `join` block that a weighted reduction is called in.
-
-    Attributes
-    ----------
-    weight : number
-        How much this rank's next gradients count.
-    total : float
-        The sum of all ranks' weights in the last step.
-    """
+    """The `join` block that a weighted reduction is called in."""
 
     def __init__(self) -> None:
+        # How much this rank's next gradients count, and all ranks' together in the last step.
         self.weight: Any = 1
         self.total = 0.0
         # Steps that this rank has taken itself; those of shadows do not count.
@@ -144,7 +128,8 @@ class WeightedGradients(Operation):
         self._leaves = Leaves(flatten(tree), partial(_weighted_view, factor=self._factor))
         self._leaves.check_reducible(op)
         settings = (
-            *settings_of(bucket_bytes, compression, self._leaves),
+            *settings_of(bucket_bytes, compression),
+            *self._leaves.flat.settings(alone=self.group.size == 1),
             ("joined", 1),
             ("optimizer", optimizer),
             *further,

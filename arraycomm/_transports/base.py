@@ -61,8 +61,6 @@ class Link(abc.ABC):
     chunk_bytes: int = 0
     # Whether a movement may begin before those before it have finished.
     overlaps: bool = False
-    # Whether `empty` has given arrays in memory that the ranks share; every rank knows the same.
-    shares_arrays: bool = False
     # What modules above keep for this link, by keys of their own.
     kept: dict[Any, Any]
 
@@ -149,11 +147,10 @@ class Transport(Link):
     spins: int = 0
     # Whether a background thread may make progress with movements while the caller computes.
     threaded: bool = True
-    # Whether the other ranks survive the death of a process, whether they can then make a group of
-    # their own, and the seconds in which they know of the death.
-    outlives: bool = False
+    # Whether the ranks that survive the death of a process can make a group of their own, and the
+    # seconds in which they know of the death.
     shrinks: bool = False
-    death_delay: float = 5.0
+    death_delay: float = 0.0
     _scratch: Bytes = np.empty(0, np.uint8)
 
     @property
@@ -223,7 +220,7 @@ class Transport(Link):
         """Let movements of other ranks that involve this one make progress."""
 
     def failed(self) -> list[int]:
-        """Return the ranks whose process has died, if this transport survives that."""
+        """Return the ranks whose process has died, as far as this transport can tell."""
         return []
 
     def shrink(self) -> Transport | None:

@@ -5,6 +5,8 @@ used in turn, so no acknowledgement is needed: if all ranks have posted step k +
 step k. A rank may be two steps ahead of others only in steps that carry nothing: it then leaves the
 contents of its slots unchanged.
 
+A rank that gives up takes its step back: see `SharedControl.withdraw`.
+
 Layout of a slot, in words of 8 bytes: word 0 is the stamp (the step's number, written last), words
 1 to 15 are the header's, and the payload starts at `PAYLOAD`.
 """
@@ -12,12 +14,13 @@ Layout of a slot, in words of 8 bytes: word 0 is the stamp (the step's number, w
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any, Final
 
 import numpy as np
 
 from arraycomm._native import compiled
-from arraycomm._transports.notes import NOTES_BYTES, Notes, SharedNotes, fence
+from arraycomm._transports.notes import NOTES_BYTES, WELL, ExitNotice, Notes, SharedNotes, fence
 
 PAYLOAD: Final = 128
 PREFIX: Final = slice(8, PAYLOAD)
@@ -27,7 +30,14 @@ _READ: Final = 1 << 20
 _LARGEST: Final = 1 << 20
 _LEAST: Final = 4 << 10
 # Stamps that are looked at one by one.
-_FEW: Final = 8
+_FEW: Final = 9
+# Stamps of a rank that is giving up, and of one that has. Seconds in which others that are giving
+# up at the same time decide.
+_WITHDRAWING: Final = -1
+_WITHDRAWN: Final = -2
+_DECIDING: Final = 1.0
+_NAP: Final = 1e-3
+_SHOWN: Final = 0.01
 # The least bytes of a slot between nodes, and the most that all slots of a step have as payload
 # there.
 _MESSAGE_SLOT: Final = 256
@@ -50,6 +60,15 @@ def message_slot(size: int) -> int:
     # Slots of two ranks go straight to one another.
     most = _MESSAGES if size == 2 else _MESSAGES // size
     return PAYLOAD + max(most, least) // 8 * 8
+
+
+def _fence_everywhere() -> None:
+    """Have every thread of this machine show what it has written before it reads on."""
+    if compiled is None:
+        # Every processor has shown its writes by then.
+        time.sleep(_SHOWN)
+    else:
+        compiled.fence_everywhere()
 
 
 # The native part makes steps by itself, also without the GIL, and counts them.
@@ -113,6 +132,19 @@ class ControlChannel(_Counts):  # type: ignore[misc]
         """Return the ranks that have not posted the current step, as far as this rank knows."""
         raise NotImplementedError
 
+    def withdrawing(self) -> list[int]:
+        """Return the missing ranks that have come, but have given the step up or are about to."""
+        return []
+
+    def withdraw(self) -> bool:
+        """Give up the current step; return whether that is possible: not if all ranks have it."""
+        return True
+
+    def given_up(self) -> dict[int, ExitNotice]:
+        """Return the notices of the ranks that have failed before they completed this step."""
+        left = self.notes.exit_notices()
+        return {r: n for r, n in left.items() if n.state not in WELL and n.step < self.step}
+
     def close(self) -> None:
         """Release the memory or the MPI requests of the channel."""
 
@@ -129,7 +161,9 @@ class SharedControl(ControlChannel):
         super().__init__(rank, size, [slots[0], slots[1]], [slots[0, rank], slots[1, rank]])
         notes = memory[2 * size * slot :][: size * NOTES_BYTES]
         self.notes = SharedNotes(rank, notes.reshape(size, NOTES_BYTES))
-        self.stamps = [peer * self.stride for peer in self.peers]
+        self.stamps = [r * self.stride for r in range(min(size, _FEW))]
+        # Of two ranks, one alone is looked at.
+        self._looks = 1 if size <= 2 else 2
         self._all_stamps = [words[:: self.stride] for words in self.words]
         # Held by a thread that reads the slots without the GIL.
         self.looking = threading.Lock()
@@ -147,17 +181,49 @@ class SharedControl(ControlChannel):
     def done(self) -> bool:
         step = self.step
         words = self.words[step & 1]
-        for stamp in self.stamps[:_FEW]:
-            if words[stamp] < step:
+        # Twice: while others were looked at, a rank may have taken its step back.
+        for _ in range(self._looks):
+            for stamp in self.stamps:
+                if words[stamp] < step:
+                    return False
+            if self.size > _FEW and min(self._all_stamps[step & 1].tolist()) < step:
                 return False
-        if self.size > _FEW + 1 and min(self._all_stamps[step & 1].tolist()) < step:
-            return False
-        fence()
+            fence()
         return True
 
     def missing(self) -> list[int]:
         words = self.words[self.step & 1]
         return [r for r in self.peers if words[r * self.stride] < self.step]
+
+    def withdrawing(self) -> list[int]:
+        words = self.words[self.step & 1]
+        return [r for r in self.peers if words[r * self.stride] < 0]
+
+    def withdraw(self) -> bool:
+        """Give up the current step, so that no rank completes it, unless all ranks have come to it.
+
+        A rank completes a step if all stamps show it at one time. If they did before this one was
+        changed, this rank sees all the others afterwards, and takes the change back. Others that
+        give up at the same time are among them: they do the same.
+        """
+        step, taken = self.step, self.done()
+        stamps, own = self._all_stamps[step & 1], self.my_words[step & 1]
+        if not taken and own[0] != _WITHDRAWN:
+            try:
+                own[0] = _WITHDRAWING
+                _fence_everywhere()
+                if all(s >= step or s == _WITHDRAWING for s in stamps.tolist()):
+                    own[0] = step
+                    taken = self._is_done_after(_DECIDING)
+            finally:
+                own[0] = step if taken else _WITHDRAWN
+        return not taken
+
+    def _is_done_after(self, seconds: float) -> bool:
+        end = time.monotonic() + seconds
+        while not (done := self.done()) and time.monotonic() < end:
+            time.sleep(_NAP)
+        return done
 
     def close(self) -> None:
         """Release the memory now: Python collects the channel late, since it is in a cycle."""

@@ -59,7 +59,8 @@ class Mailbox:
         if key not in self._messages:
             return None
         with self._lock:
-            if self._receives[key][0] is not receive:
+            # Another thread may have taken the last message, for a receive before this one.
+            if key not in self._messages or self._receives[key][0] is not receive:
                 return None
             _pop(self._receives, key)
             return _pop(self._messages, key)

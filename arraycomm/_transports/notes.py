@@ -23,7 +23,7 @@ NOTES_BYTES: Final = _STATUS + 2 * _STATUS_TEXT
 # How a rank left a group; 0 if it has not. FAILED: it will make no further call here. GONE: its
 # error has been printed, and its process ends. Without an error: what it ran came to its end
 # (FINISHED), its process ends (ENDED), or its program has finalized MPI (FINALIZED). GAVE_UP: it
-# has waited too long, in the step of its notice, and makes no further call here either.
+# has waited too long, and makes no further call here either.
 FAILED, FINISHED, GONE, ENDED, FINALIZED, GAVE_UP = range(1, 7)
 WELL: Final = (FINISHED, ENDED, FINALIZED)
 
@@ -33,8 +33,10 @@ _fence_lock = threading.Lock()
 
 
 def fence() -> None:
-    """Order memory accesses, by a lock's barriers, on processors that would reorder them."""
-    if not _STRONGLY_ORDERED:
+    """Order what comes before and after in memory, on processors that would reorder it."""
+    # What comes before and after may move into the use of a lock, but not past the end of one and
+    # the beginning of another.
+    for _ in range(0 if _STRONGLY_ORDERED else 2):
         _fence_lock.acquire()
         _fence_lock.release()
 

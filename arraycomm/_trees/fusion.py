@@ -31,15 +31,7 @@ _MOST_TABLES: Final = 4
 
 
 class Fusion:
-    """Leaves of these dtypes and shapes as few messages; calls reuse its memory.
-
-    Parameters
-    ----------
-    specs : tuple of (dtype, shape)
-        The leaves, the same on every rank.
-    bucket_bytes : int
-        About how many bytes a message has, if leaves travel as messages.
-    """
+    """Leaves of these dtypes and shapes as few messages; calls reuse its memory."""
 
     def __init__(self, specs: tuple[Spec, ...], bucket_bytes: int) -> None:
         self.specs = specs
@@ -212,20 +204,11 @@ class Fusion:
 
 
 class TreeMemory:
-    """The memory through which one communicator reduces trees.
-
-    Attributes
-    ----------
-    group : Group
-        The communicator's.
-    plans : mapping
-        The fusions of plans that are in use, by their dtypes and shapes.
-    gradients : callable
-        Returns the fusions of `allreduce_gradients`; see `recent_fusions`.
-    """
+    """The memory through which one communicator reduces trees."""
 
     def __init__(self, group: Group) -> None:
         self.group = group
+        # Those of plans that are in use, and what makes those of `allreduce_gradients`.
         self.plans: WeakValueDictionary[tuple[Spec, ...], Fusion] = WeakValueDictionary()
         self.gradients = recent_fusions()
 

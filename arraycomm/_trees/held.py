@@ -19,15 +19,7 @@ from arraycomm._trees.layout import Part
 
 
 class Held:
-    """The memory of contiguous NumPy arrays, which keeps its place until this object is gone.
-
-    Attributes
-    ----------
-    arrays : list of ndarray
-        The leaves.
-    native : bool
-        Whether the native part holds them.
-    """
+    """The memory of contiguous NumPy arrays, which keeps its place until this object is gone."""
 
     def __init__(self, arrays: list[Any], leaves: Any = None) -> None:
         self.arrays, self._leaves = arrays, leaves

@@ -75,7 +75,8 @@ def _describe(key: Any) -> Key | None:
     if dataclasses.is_dataclass(key) and _has_value(key):
         values = [getattr(key, field.name) for field in dataclasses.fields(key) if field.compare]
         return _several(f"{type(key).__qualname__}(", values, ")", sort=False)
-    return _by_repr(key)
+    text = text_of_value(key)
+    return None if text is None else Key("", 0, text)
 
 
 def _number(key: Any) -> Key:
@@ -104,16 +105,13 @@ def _several(start: str, parts: Iterable[Any], end: str, *, sort: bool) -> Key |
     return Key("", 0, start + ", ".join(part.text for part in found) + end)
 
 
-def _by_repr(key: Any) -> Key | None:
-    """Describe a key that is equal to others by value, and says its value."""
-    kind: Any = type(key)
-    text = repr(key)
+def text_of_value(x: Any) -> str | None:
+    """Return the text of an object that is equal to others by value and says its value, or None."""
+    kind: Any = type(x)
+    text = repr(x)
     is_dtype = kind.__module__ == "torch" and kind.__name__ == "dtype"
-    if is_dtype or (
-        _has_value(key) and kind.__repr__ is not object.__repr__ and " at 0x" not in text
-    ):
-        return Key("", 0, text)
-    return None
+    says_value = kind.__repr__ is not object.__repr__ and " at 0x" not in text
+    return text if is_dtype or (_has_value(x) and says_value) else None
 
 
 def _has_value(key: Any) -> bool:

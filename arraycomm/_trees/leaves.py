@@ -17,8 +17,8 @@ from arraycomm._arrays.buffer import Array, BufferView
 from arraycomm._arrays.views import view
 from arraycomm._dtypes import BY_NAME, DType, check_movable, check_reducible, name_of
 from arraycomm._protocol.details import CallDetail
-from arraycomm._protocol.header import LeafSpec, Settings
-from arraycomm._protocol.mismatch import STRUCTURE, mismatch
+from arraycomm._protocol.header import LeafSpec
+from arraycomm._protocol.mismatch import mismatch
 from arraycomm._trees.layout import Spec
 from arraycomm._trees.pytrees import Flat
 
@@ -39,8 +39,17 @@ class Leaves:
             for leaf, path in zip(flat.leaves, flat.paths, strict=True)
         ]
 
+    def check_values(self) -> None:
+        """Raise, with its path, for a container whose leaves are not values alone."""
+        for path, kind in self.flat.sparse:
+            raise TypeError(
+                f"{path} is a sparse {kind}: a reduction would add up its indices as well; pass "
+                f"{path}.todense(), or a tree of what may be added up"
+            )
+
     def check_reducible(self, op: str) -> None:
         """Raise, with its path, for a leaf that does not have this reduction."""
+        self.check_values()
         for path, leaf in zip(self.paths, self.views, strict=True):
             if leaf is not None:
                 check_leaf(leaf.dtype, op, path)
@@ -56,29 +65,13 @@ class Leaves:
         """Return the dtype of each leaf that is an array."""
         return [leaf.dtype for leaf in self.views if leaf is not None]
 
-    def settings(self) -> Settings:
-        """Return the containers as the ranks compare them."""
-        return ((STRUCTURE, self.flat.structure),)
-
     def rebuild(self, results: list[Any]) -> Any:
         """Return the tree with these results in place of its leaves."""
         return self.flat.rebuild(tied(self.flat.leaves, results))
 
 
 class Parts:
-    """Which leaves are reduced in host memory, and which in device memory.
-
-    Attributes
-    ----------
-    present, on_device : list of int
-        The numbers of the leaves of either kind.
-    sources : list of BufferView
-        The leaves in host memory.
-    specs : tuple of (dtype, shape)
-        The form in which these are sent.
-    device_bytes : int
-        Bytes of the leaves in device memory.
-    """
+    """Which leaves are reduced in host memory, and which in device memory."""
 
     def __init__(self, views: Sequence[BufferView | None], dtypes: Sequence[DType]) -> None:
         self.views = views
@@ -86,6 +79,7 @@ class Parts:
         self.present = [index for index, leaf in some if leaf.device_buffer is None]
         self.on_device = [index for index, leaf in some if leaf.device_buffer is not None]
         self.sources = [leaf for _, leaf in some if leaf.device_buffer is None]
+        # The dtypes and shapes in which the sources are sent.
         self.specs = tuple(
             (dtype, leaf.array.shape)
             for dtype, (_, leaf) in zip(dtypes, some, strict=True)

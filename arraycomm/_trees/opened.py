@@ -66,7 +66,13 @@ def stays(leaf: Any) -> bool:
     if isinstance(leaf, _BOUND):
         owner = leaf.__self__
         return owner is None or isinstance(owner, ModuleType) or stays(owner)
-    return isinstance(leaf, (*_FUNCTIONS, *_GENERATORS)) or _is_framework_function(leaf)
+    return isinstance(leaf, _FUNCTIONS) or is_generator(leaf) or _is_framework_function(leaf)
+
+
+def is_generator(leaf: Any) -> bool:
+    """Return whether an object is a random generator."""
+    of_framework = type(leaf).__name__ in ("Generator", "RandomState")
+    return isinstance(leaf, _GENERATORS) or (of_framework and _is_framework_function(leaf))
 
 
 def _is_framework_function(leaf: Any) -> bool:

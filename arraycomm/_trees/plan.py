@@ -13,7 +13,7 @@ from arraycomm._cuda.placement import DevicePlacement
 from arraycomm._dtypes import check_op, name_of
 from arraycomm._entries import opaque
 from arraycomm._protocol.agreement import Agreement
-from arraycomm._protocol.header import Signature
+from arraycomm._protocol.header import Settings, Signature
 from arraycomm._reduce.chunks import reserve
 from arraycomm._transports.base import Bytes, Steps
 from arraycomm._trees.buffers import Sources
@@ -83,9 +83,9 @@ class Plan(ProcessBound):
         self, runner: Runner, memory: TreeMemory, leaves: Leaves, op: str, fusion: Fusion
     ) -> None:
         self._runner, self.memory, self.op, self.fusion = runner, memory, op, fusion
-        self._paths, self._structure = leaves.paths, leaves.flat.structure
+        self._paths, self._settings = leaves.paths, self._settings_of(leaves.flat)
         self._specs = [None if leaf is None else (leaf.dtype, leaf.shape) for leaf in leaves.views]
-        self.signature = _signature("Plan", op, leaves)
+        self.signature = _signature("Plan", op, leaves, self._settings)
         # Returns the fusion of the leaves on the host if other leaves are on devices.
         self.fusion_beside_devices = recent_fusions()
         self.present = [index for index, spec in enumerate(self._specs) if spec is not None]
@@ -106,12 +106,12 @@ class Plan(ProcessBound):
 
     def check_structure(self, flat: Flat) -> None:
         """Raise unless the tree has the plan's structure."""
-        paths = flat.paths
-        if paths == self._paths and flat.structure == self._structure:
+        paths, settings = flat.paths, self._settings_of(flat)
+        if paths == self._paths and settings == self._settings:
             return
         pairs: list[tuple[str | None, str | None]] = [*zip(paths, self._paths, strict=False)]
         if len(paths) == len(self._paths):
-            pairs += zip_longest(flat.structure.splitlines(), self._structure.splitlines())
+            pairs += zip_longest(_lines(settings), _lines(self._settings))
         for got, planned in pairs:
             if got != planned:
                 raise ValueError(
@@ -126,6 +126,9 @@ class Plan(ProcessBound):
             f"leaves; got {len(paths)}, and {many[len(few)]} is {difference}"
             "; make another plan for other trees"
         )
+
+    def _settings_of(self, flat: Flat) -> Settings:
+        return flat.settings(alone=self._runner.group.size == 1)
 
     def check_leaves(self, leaves: Leaves) -> None:
         """Raise unless the leaves are those of the plan."""
@@ -157,7 +160,8 @@ class MakePlan(Operation):
         specs = tuple((leaf.dtype, leaf.shape) for leaf in leaves.views if leaf is not None)
         fusion = memory.plans.get(specs) or Fusion(specs, DEFAULT_BUCKET_BYTES)
         self._plan = Plan(runner, memory, leaves, op, fusion)
-        self.signature = _signature(self.name, op, leaves)
+        containers = leaves.flat.settings(alone=self.group.size == 1)
+        self.signature = _signature(self.name, op, leaves, containers)
 
     def steps(self, agreement: Agreement) -> Steps:
         plan = self._plan
@@ -226,8 +230,12 @@ class RunPlan(Operation):
         return self._leaves.rebuild(made)
 
 
-def _signature(operation: str, op: str, leaves: Leaves) -> Signature:
-    return Signature(operation, op, leaves=leaves.described(), settings=leaves.settings())
+def _signature(operation: str, op: str, leaves: Leaves, containers: Settings) -> Signature:
+    return Signature(operation, op, leaves=leaves.described(), settings=containers)
+
+
+def _lines(settings: Settings) -> list[str]:
+    return [line for _, text in settings for line in str(text).splitlines()]
 
 
 def _described(spec: Spec | None) -> str:

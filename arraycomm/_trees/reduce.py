@@ -67,7 +67,8 @@ class AllreduceTree(Operation):
         self.parts = Parts(leaves.views, [compressed(d, compression) for d in leaves.dtypes()])
         self.fusion = self.fusion_of(self.parts.specs)
         self.packed = self.fusion.acquire()
-        settings = settings_of(bucket_bytes, compression, leaves)
+        containers = self._flat.settings(alone=self.group.size == 1)
+        settings = (*settings_of(bucket_bytes, compression), *containers)
         self.signature = Signature(self.name, op, leaves=leaves.described(), settings=settings)
         self.nbytes = self.fusion.nbytes + self.parts.device_bytes
         self.copies = len(self.parts.present) + len(self.parts.on_device)
@@ -187,9 +188,9 @@ def compressed(dtype: DType, compression: str | None) -> DType:
     return COMPRESSIONS[compression]
 
 
-def settings_of(bucket_bytes: int, compression: str | None, leaves: Leaves) -> Settings:
-    """Return the settings, besides the leaves, that decide how a tree is sent."""
-    return ("bucket_bytes", bucket_bytes), ("compression", compression), *leaves.settings()
+def settings_of(bucket_bytes: int, compression: str | None) -> Settings:
+    """Return the settings, besides the tree, that decide how it is sent."""
+    return ("bucket_bytes", bucket_bytes), ("compression", compression)
 
 
 def reduce_on_device(

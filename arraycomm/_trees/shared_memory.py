@@ -20,21 +20,14 @@ _PIECE: Final = 16 << 10
 
 
 class ChunkLayout:
-    """Where the leaves of one chunk lie in the shared segment; the same in every call.
-
-    Attributes
-    ----------
-    span : slice
-        Where the chunk lies among all buckets.
-    rows : list of ndarray
-        Every rank's row as elements of the chunk.
-    """
+    """Where the leaves of one chunk lie in the shared segment; the same in every call."""
 
     def __init__(self, chunk: Chunk, segment: SharedSegment, number: int) -> None:
         self.dtype, self.span = chunk.dtype, slice(chunk.start, chunk.stop)
         self._parts = chunk.parts
         rows = segment.rows[number, :, : chunk.stop - chunk.start]
         self._own_row = rows[segment.control.rank]
+        # Every rank's row, as elements of the chunk.
         self.rows = list(rows.view(chunk.dtype))
         itemsize = chunk.dtype.itemsize
         own = segment.own(len(self.rows[0]))

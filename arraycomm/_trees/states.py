@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from arraycomm._protocol.header import LeafSpec
-from arraycomm._trees.pytrees import ExtraState, is_torch
+from arraycomm._trees.nodes import ExtraState, is_torch
 
 
 class State(NamedTuple):

@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from arraycomm._arrays.buffer import BufferView
-from arraycomm._arrays.results import to_framework
+from arraycomm._arrays.results import check_result, to_framework
 from arraycomm._arrays.views import view
 from arraycomm._calls.arguments import check_root
 from arraycomm._calls.attempts import attempt_together, take_together
@@ -20,25 +20,36 @@ from arraycomm._errors import MismatchError
 from arraycomm._protocol.agreement import Agreement
 from arraycomm._protocol.announced import check_size, malformed
 from arraycomm._protocol.details import Detail, Nothing, exchange_details
-from arraycomm._protocol.header import LeafSpec, Signature
-from arraycomm._protocol.mismatch import STRUCTURE
+from arraycomm._protocol.header import LeafSpec, Signature, digest
 from arraycomm._reduce import algorithms
 from arraycomm._transports.base import Bytes, Steps
 from arraycomm._trees.buffers import Packed
 from arraycomm._trees.layout import lay_out, slots_of
 from arraycomm._trees.leaves import NONE, NUMBERS, array_leaf, tied
-from arraycomm._trees.pytrees import flatten
+from arraycomm._trees.pytrees import Flat, flatten
 from arraycomm._trees.states import State, state_of
+from arraycomm._trees.static import taken_over, texts_of
 
 _VALUES: Final = (*NUMBERS, str, bytes, enum.Enum)
 _RAW: Final = np.dtype(np.uint8)
+_ON_ALL_RANKS: Final = (
+    "pass the tree on all ranks, each of which keeps its own functions, or on the root a tree that "
+    "has none, such as equinox.filter(tree, equinox.is_array)"
+)
 
 
 @dataclass(frozen=True, slots=True)
 class PickledBytes(Detail):
-    """The number of bytes of the pickle of a rank's tree."""
+    """The number of bytes of a pickle of the root."""
 
     nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class HeldDigests(Detail):
+    """Digests of what each container of a rank's tree holds besides leaves."""
+
+    digests: tuple[int, ...]
 
 
 class Synchronize(Operation):
@@ -53,6 +64,8 @@ class Synchronize(Operation):
         self._is_root = self.group.rank == self.root
         self._data: Bytes = np.empty(0, np.uint8)
         self._received: Bytes | None = None
+        # The pickle of what of that the root has sent.
+        self._static: Bytes | None = None
         self._take_whole = False
         if tree is None:
             self.signature = Signature(self.name, None, self.root)
@@ -70,8 +83,11 @@ class Synchronize(Operation):
             )
         self.word = len(self._data)
         self.nbytes, self.copies = self._packed.nbytes, len(arrays)
+        # What containers hold besides leaves may differ: all ranks take that of the root.
+        structure, *static = self._flat.settings(alone=self.group.size == 1)
+        self.further_words = (digest(static),)
         # Objects that are changed in place are the same ones on all ranks, and arrays need not be.
-        settings = (STRUCTURE, self._flat.structure), ("objects", self._objects())
+        settings = structure, ("objects", self._objects())
         self.signature = Signature(
             self.name, None, self.root, leaves=self._described(), settings=settings
         )
@@ -113,8 +129,11 @@ class Synchronize(Operation):
             )
         self._take_whole = len(having) < self.group.size
         if self._take_whole:
-            yield from self._bcast_whole()
+            self._received = yield from self._bcast_object(
+                lambda: dumps(self._tree, "tree", _ON_ALL_RANKS)
+            )
             return
+        differs = len({words[1] for words in agreement.all_words()}) > 1
         length = len(self._data) if self._is_root else agreement.lengths()[self.root]
         received = yield from self._received_bytes(length, self._data)
         transport = self.group.transport
@@ -122,12 +141,29 @@ class Synchronize(Operation):
         for memory in self._packed.memory:
             yield from algorithms.bcast(transport, memory, self.root)
         self._received = received
+        if differs:
+            yield from self._bcast_static()
 
-    def _bcast_whole(self) -> Steps:
-        """Send the root's tree as one pickle, since some rank has passed no tree."""
-        data = yield from attempt_together(
-            self.group, self.name, (lambda: dumps(self._tree, "tree")) if self._is_root else None
+    def _bcast_static(self) -> Steps:
+        """Send what the root's containers hold besides leaves, where ranks differ in it."""
+        held = self._flat.static
+        local = HeldDigests(tuple(digest(texts_of([each], alone=False)) for each in held))
+        replies = yield from exchange_details(self.group.control, local, HeldDigests)
+        ranks = zip(*(reply.digests for reply in replies), strict=True)
+        differing = [n for n, digests in enumerate(ranks) if len(set(digests)) > 1]
+        paths = ", ".join(path for n in differing for path, _ in held[n].parts[:1])
+        self._static = yield from self._bcast_object(
+            lambda: dumps(
+                {n: held[n].value for n in differing},
+                f"what ranks differ in besides the leaves ({paths})",
+                "make it the same on all ranks before",
+            )
         )
+
+    def _bcast_object(self, pickled: Callable[[], Bytes]) -> Steps:
+        """Return the bytes of a pickle that the root makes, if it can."""
+        attempt = pickled if self._is_root else None
+        data = yield from attempt_together(self.group, self.name, attempt)
         local: Detail = PickledBytes(len(data)) if self._is_root else Nothing()
         replies = yield from exchange_details(self.group.control, local, Nothing, PickledBytes)
         announced = replies[self.root]
@@ -135,7 +171,7 @@ class Synchronize(Operation):
             raise malformed(self.root, "no tree")
         received = yield from self._received_bytes(announced.nbytes, data)
         yield from algorithms.bcast(self.group.transport, received, self.root)
-        self._received = received
+        return received
 
     def _received_bytes(self, length: int, data: Bytes | None) -> Steps:
         """Return memory for the bytes of the root; on the root, with these bytes in it."""
@@ -154,11 +190,16 @@ class Synchronize(Operation):
         if self._tree is None:
             return received
         values: Any = received
+        given = {} if self._static is None else loads(self.root, self._static)
         if self._take_whole:
-            values = _take_from_whole(received, self._parts, self._packed, self._is_root)
+            whole = flatten(received)
+            given = {n: each.value for n, each in enumerate(whole.static)}
+            values = _take_from_whole(whole, self._parts, self._packed, self._is_root)
         results = _received(self._parts, self._packed, iter(values), self._is_root)
-        leaves = self._flat.leaves
-        return self._flat.rebuild(tied(leaves, results[: len(leaves)]))
+        leaves, held = self._flat.leaves, [each.value for each in self._flat.static]
+        for number, value in () if self._is_root else given.items():
+            held[number] = taken_over(held[number], value)
+        return self._flat.rebuild(tied(leaves, results[: len(leaves)]), held)
 
 
 class _Kept:
@@ -214,6 +255,7 @@ def _part(leaf: Any, path: str) -> _Part:
     if _is_typed_key(leaf):
         return _key_part(leaf, path)
     array = view(leaf, path)
+    check_result(array.shape, array.dtype, array)
     return _Part(array_leaf(path, array), array)
 
 
@@ -244,12 +286,11 @@ def _key_part(leaf: Any, path: str) -> _Part:
 
 
 def _take_from_whole(
-    whole: Any, parts: Sequence[_Part], packed: Packed, is_root: bool
+    flat: Flat, parts: Sequence[_Part], packed: Packed, is_root: bool
 ) -> list[Any]:
     """Put the arrays of the root's tree into `packed`, and return its other values."""
     values: list[Any] = []
     arrays: list[BufferView] = []
-    flat = flatten(whole)
     for part, leaf in zip(parts, (*flat.leaves, *flat.extras), strict=True):
         if part.array is not None:
             arrays.append(_part(leaf, "tree").array or part.array)

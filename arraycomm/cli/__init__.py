@@ -1,4 +1,4 @@
-"""The command line: `arraycomm run`, `doctor`, `demo`, `bench`, `trace`."""
+"""The command line: `arraycomm run`, `doctor`, `bench`, `trace`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import io
 import os
 import sys
 from collections.abc import Sequence
+from difflib import get_close_matches
 from typing import Final, NamedTuple, NoReturn
 
 from arraycomm._launch import launched
@@ -40,11 +41,6 @@ _COMMANDS: Final = {
         "say what there is on this machine, and what is wrong with it",
         "arraycomm doctor --ranks 2",
     ),
-    "demo": _Command(
-        "arraycomm.cli.demo.command",
-        "train one model with NumPy, PyTorch and JAX on several ranks, and check the result",
-        "arraycomm demo --frameworks numpy,torch --ranks 2",
-    ),
     "bench": _Command(
         "arraycomm.cli.bench.command",
         "time collectives",
@@ -57,6 +53,9 @@ _COMMANDS: Final = {
     ),
 }
 
+# What earlier versions had, and what to do instead.
+_REMOVED: Final = {"demo": "clone the repository, and run `make demo` there"}
+
 
 class _Parser(argparse.ArgumentParser):
     """A parser whose help ends with an example, and which says in one line what is wrong."""
@@ -66,7 +65,18 @@ class _Parser(argparse.ArgumentParser):
             **options,  # type: ignore[arg-type]
             epilog=f"example:\n  {example}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
+            # Scripts would break once another option begins alike, and a mistyped one would pass.
+            allow_abbrev=False,
         )
+
+    def refuse_unknown(self, words: Sequence[str]) -> None:
+        """End if there are words that no option takes, and name the one that may be meant."""
+        if not words:
+            return
+        known = [name for name in self._option_string_actions if name.startswith("--")]
+        close = get_close_matches(words[0].partition("=")[0], known, 1)
+        meant = f"; did you mean {close[0]}?" if close else ""
+        self.error(f"unrecognized arguments: {' '.join(words)}{meant}")
 
     def error(self, message: str) -> NoReturn:
         self.exit(_USAGE_ERROR, f"{self.prog}: {message}; see: {self.prog} --help\n")
@@ -115,7 +125,8 @@ def _prepare_streams() -> None:
 def _run(argv: Sequence[str]) -> int:
     try:
         parser, words = _parser(argv)
-        arguments = parser.parse_args(words or ["--help"])
+        arguments, unknown = parser.parse_known_args(words or ["--help"])
+        arguments.parser.refuse_unknown(unknown)
         status: int = arguments.run(arguments)
         return status
     finally:
@@ -131,6 +142,8 @@ def _parser(argv: Sequence[str]) -> tuple[_Parser, list[str]]:
         example=_COMMANDS["run"].example,
     )
     parser.add_argument("--version", action=_Version, help="print the version, and end")
+    if words and words[0] in _REMOVED:
+        parser.error(f"{words[0]} was removed; {_REMOVED[words[0]]}")
     commands = parser.add_subparsers(title="commands", metavar="command", required=True)
     for name, (module_name, summary, example) in _COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=summary, example=example)
@@ -138,7 +151,7 @@ def _parser(argv: Sequence[str]) -> tuple[_Parser, list[str]]:
         if name in argv[:1]:
             module = importlib.import_module(module_name)
             module.add_arguments(command)
-            command.set_defaults(run=module.run, words=words)
+            command.set_defaults(run=module.run, words=words, parser=command)
             if hasattr(module, "arrange"):
                 words[1:] = module.arrange(words[1:])
     return parser, words

@@ -30,15 +30,19 @@ def launch(ranks: int, arguments: Sequence[str], otherwise: str = "") -> int:
 
 
 def launcher_for(
-    command: str, ranks: int, environment: Mapping[str, str], otherwise: str = ""
+    command: str,
+    ranks: int,
+    environment: Mapping[str, str],
+    otherwise: str = "",
+    mpi: str = "mpich",
 ) -> Launcher | None:
-    """Return the launcher of the MPI that is loaded; if there is none, say what to do."""
+    """Return the launcher of the MPI that is loaded; if there is none, say how to get `mpi`."""
     try:
         return find_launcher(environment)
     except BackendUnavailableError as error:
         print(
             f"{command}: {ranks} rank{'s need' if ranks > 1 else ' needs'} an MPI and its "
-            f"launcher, but {error}; install one with: pip install 'arraycomm[mpich]'{otherwise}",
+            f"launcher, but {error}; install one with: pip install 'arraycomm[{mpi}]'{otherwise}",
             file=sys.stderr,
         )
         return None

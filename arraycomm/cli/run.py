@@ -8,19 +8,20 @@ import shutil
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
 from arraycomm._launch import claimed_by, launched
-from arraycomm._launch.job import Ended, Program, run_job
-from arraycomm._launch.library import OPEN_MPI
+from arraycomm._launch.job import GRACE, Ended, Program, run_job
+from arraycomm._launch.library import CHOSEN, MPIS, OPEN_MPI, path_of
+from arraycomm._launch.output import say
 from arraycomm.cli.launch import NO_LAUNCHER, launcher_for
 from arraycomm.cli.numbers import positive
 
 _USAGE_ERROR: Final = 2
-_MPIS: Final = ("mpich", "openmpi")
 # Options that are followed by a value.
-_VALUED: Final = ("-n", "-np", "--threads", "--logs", "--mpi", "--trace")
+_VALUED: Final = ("-n", "-np", "--threads", "--logs", "--mpi", "--trace", "--grace")
 _INTERPRETED: Final = ("-m", "-c")
 
 
@@ -37,8 +38,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="T",
         help="OMP_NUM_THREADS of each rank; by default what is set, or the cores divided by N",
     )
-    add("--mpi", choices=_MPIS, help="which MPI, if there are several")
+    add("--mpi", choices=MPIS, help="which MPI, if there are several")
     add("--trace", type=Path, metavar="FILE", help="record all ranks' calls; see arraycomm trace")
+    add(
+        "--grace",
+        type=_seconds,
+        default=GRACE,
+        metavar="S",
+        help="seconds that ranks have to act on SIGTERM, SIGINT or SIGHUP; %(default)g by default",
+    )
     add(
         "--fault-tolerant",
         action="store_true",
@@ -50,6 +58,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="program",
         help="a Python file, -m and a module, -c and a text, or another command; and its arguments",
     )
+
+
+def _seconds(text: str) -> float:
+    """Return the seconds that a text says."""
+    with suppress(ValueError):
+        if 0 <= (seconds := float(text)) < float("inf"):
+            return seconds
+    raise argparse.ArgumentTypeError(f"must be a number of seconds; got {text!r}")
 
 
 def arrange(words: Sequence[str]) -> list[str]:
@@ -69,28 +85,43 @@ def run(arguments: argparse.Namespace) -> int:
             logs=_directory(arguments.logs),
             fault_tolerant=arguments.fault_tolerant,
             stdin=True,
+            grace=arguments.grace,
         )
         _refuse_in_job()
     except ValueError as error:
         return _refuse(str(error))
     environment = {**os.environ, **_settings(arguments)}
-    launcher = launcher_for("run", arguments.ranks, environment)
+    launcher = launcher_for("run", arguments.ranks, environment, mpi=arguments.mpi or "mpich")
     if launcher is None:
         return NO_LAUNCHER
+    if arguments.mpi and launcher.family != MPIS[arguments.mpi][0]:
+        return _refuse(
+            f"--mpi must be an MPI that mpi4py can load; got {arguments.mpi}, and the mpi4py of "
+            f"this Python loads {launcher.family} alone"
+        )
     if arguments.fault_tolerant and launcher.family != OPEN_MPI:
         return _refuse(
             f"--fault-tolerant needs Open MPI; got {launcher.path} of "
             f"{launcher.family or 'another MPI'}, which ends all ranks if one dies"
         )
-    ended = run_job(launcher, arguments.ranks, environment, program)
+    try:
+        ended = run_job(launcher, arguments.ranks, environment, program)
+    except OSError as error:
+        return _refuse(str(error))
     if ended.failed:
-        print(f"run: {describe(ended)}", file=sys.stderr)
+        say(f"run: {describe(ended)}")
     if ended.cut_off:
-        print(
+        say(
             f"run: {_named(ended.cut_off)} had not ended when another rank left without MPI's end, "
-            "as by os._exit; the launcher has ended all",
-            file=sys.stderr,
+            "as by os._exit; the launcher has ended all"
         )
+    if ended.late:
+        say(
+            f"run: {_named(ended.late)} had not ended {program.grace:g} s after "
+            f"{signal.Signals(ended.told).name}; for more time pass --grace"
+        )
+    if ended.told == signal.SIGINT and ended.status:
+        raise KeyboardInterrupt
     return ended.status
 
 
@@ -116,7 +147,7 @@ def _settings(arguments: argparse.Namespace) -> dict[str, str]:
     """Return the variables that options set."""
     chosen = {
         "OMP_NUM_THREADS": arguments.threads,
-        "MPI4PY_MPIABI": arguments.mpi,
+        CHOSEN: arguments.mpi and path_of(arguments.mpi),
         "ARRAYCOMM_TRACE": arguments.trace and arguments.trace.absolute(),
     }
     return {name: str(value) for name, value in chosen.items() if value is not None}

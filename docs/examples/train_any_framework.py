@@ -1,7 +1,7 @@
 """Fit a line with one code for every framework: `arraycomm run -n 2 train_any_framework.py torch`.
 
 The argument is numpy (the default), torch, jax, cupy, array_api_strict, or another framework with the
-array API. Ranks may even have different ones.
+array API. With several arguments, the ranks take them in turn.
 """
 
 from __future__ import annotations
@@ -40,5 +40,6 @@ def train(framework: str, comm: ac.Communicator, steps: int = 200) -> dict[str, 
 
 if __name__ == "__main__":
     group = ac.init()
-    learnt = train(sys.argv[1] if sys.argv[1:] else "numpy", group)
+    frameworks = sys.argv[1:] or ["numpy"]
+    learnt = train(frameworks[group.rank % len(frameworks)], group)
     ac.println({name: float(value[0]) for name, value in learnt.items()})

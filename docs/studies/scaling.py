@@ -17,7 +17,8 @@ from arraycomm._reduce.chain import chunk_bytes, is_quicker, largest_chunk
 from arraycomm._reduce.chunks import overlapping_chunk
 from arraycomm._transports.base import DIRECT_RANKS
 from arraycomm._transports.control import PAYLOAD, message_slot
-from arraycomm.cli.bench.tables import Table, as_markdown, number_text
+from arraycomm.cli.bench.tables import number_text
+from docs.studies.tables import Table, as_markdown
 
 STUDY: Final = Path(__file__).parent
 PAGE: Final = STUDY.parent / "evidence" / "scaling.md"

@@ -8,6 +8,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,11 @@ import arraycomm as ac
 from arraycomm._training.programs import calls_of
 from arraycomm.adapters.jax import all_reduce, allgather, allreduce, bcast, make_token, sendrecv
 from tests.adapters import jax_transformations as transformations
+from tests.adapters import optax_table
 from tests.adapters.jax_cases import CASES, Case, derivatives_of, draw
 from tests.support import internals
 from tests.support.launched import Check, checks_in, perform
+from tests.support.pairwise import EVERY
 
 RUNS = 30
 
@@ -274,6 +277,24 @@ def programs_on_several_devices_keep_their_order() -> None:
         assert [made[name]["calls"] for name in ("allreduce", "allgather")] == [2 * turn + 2] * 2
         assert_same(found[0::2], [jnp.full(300, float(comm.size))] * 2)
         assert_same(found[1::2], [jnp.zeros((comm.size, 300))] * 2)
+
+
+def results_promote_as_what_was_passed_does() -> None:
+    size = ac.world().size
+    for x in (jnp.full((size, 2), 2.0), jnp.ones((size, 2))):
+        programs = {name: case.call for name, case in CASES.items()}
+        programs["all_reduce"] = lambda x: all_reduce().update([x], None)[0][0]
+        found = jax.jit(lambda x, made=programs: {name: call(x) for name, call in made.items()})(x)
+        assert [name for name, y in found.items() if y.weak_type != x.weak_type] == []
+    double = jax.jit(lambda x: 2 * x)
+    for x in (
+        jnp.asarray(1.0),
+        ac.allreduce_tree([jnp.asarray(1.0)])[0],
+        allreduce(jnp.asarray(1.0)),
+    ):
+        double(x)
+    # It is compiled once.
+    assert double._cache_size() == 1
 
 
 def tokens_go_through() -> None:
@@ -589,6 +610,59 @@ def updates_are_those_of_one_process_with_all_data() -> None:
                 np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-8, err_msg=name)
 
 
+def every_schedule_is_compiled_as_in_one_process() -> None:
+    def trained(wrap: Callable[[Any], Any]) -> dict[str, Any]:
+        made = {name: wrap(optax.sgd(each)) for name, each in optax_table.SCHEDULES.items()}
+
+        @jax.jit
+        def step(params: Any, states: Any) -> Any:
+            held = {}
+            for name, optimizer in made.items():
+                grads = jnp.full(1, 1.0 + ac.world().rank)
+                updates, state = optimizer.update(grads, states[name], params[name])
+                held[name] = optax.apply_updates(params[name], updates), state
+            return tuple({name: held[name][part] for name in held} for part in range(2))
+
+        params = {name: jnp.ones(1) for name in made}
+        held = params, {name: made[name].init(params[name]) for name in made}
+        for _ in range(4):
+            held = step(*held)
+        return {name: 1 - param[0] for name, param in held[0].items()}
+
+    mean = (1 + ac.world().size) / 2
+    alone = trained(lambda plain: optax.chain(optax.scale(mean / (1 + ac.world().rank)), plain))
+    for name, moved in trained(ac.DistributedOptimizer).items():
+        np.testing.assert_allclose(moved, alone[name], rtol=1e-12, err_msg=name)
+    assert len(alone) > 10
+
+
+def every_transformation_updates_as_in_one_process() -> None:
+    """All are traced; a few, or with EVERY all, are run as well, every other one compiled."""
+    comm = ac.world()
+    own, whole = optax_table.Problem(comm.rank, comm.size), optax_table.Problem(0, 1)
+    count = 0
+    for number, (name, make) in enumerate(optax_table.TRANSFORMATIONS.items()):
+        optimizer = ac.DistributedOptimizer(make())
+        jax.make_jaxpr(partial(own.step, name, optimizer))(*own.start(name, optimizer))
+        if number % 25 and not EVERY:
+            continue
+        expected, count = None, count + 1
+        if comm.rank == count % comm.size:
+            expected = whole.trained(name, make(), compiled=True)
+        for compiled in (False, True) if EVERY else (count % 2 == 0,):
+            got = own.trained(name, optimizer, compiled=compiled)
+            for one, other in zip(got, expected or got, strict=True):
+                close: Any = {"rtol": 1e-6, "atol": 1e-8, "err_msg": name}
+                np.testing.assert_allclose(plain_of(one), plain_of(other), **close)
+    if comm.rank == 0:
+        print(f"{len(optax_table.TRANSFORMATIONS)} transformations traced, {count} run")
+
+
+def plain_of(x: Any) -> Any:
+    is_key = jnp.issubdtype(jnp.asarray(x).dtype, jax.dtypes.prng_key)
+    return jax.random.key_data(x) if is_key else x
+
+
 def skipping_alone_is_a_mismatch() -> None:
     for outside, compiled in (
         (lambda inner: optax.apply_if_finite(inner, 3), True),
@@ -696,6 +770,8 @@ AS_WRITTEN: list[Check] = [
     pairs_of_transformations_are_those_of_one_process,
     compiled_derivatives_are_the_eager_ones,
     updates_are_those_of_one_process_with_all_data,
+    every_schedule_is_compiled_as_in_one_process,
+    every_transformation_updates_as_in_one_process,
     skipping_alone_is_a_mismatch,
     branches_may_live_longer_than_programs,
     further_arguments_are_reduced_or_refused,

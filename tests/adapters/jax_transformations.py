@@ -66,7 +66,7 @@ PLACES: dict[str, Callable[[Callable[[Any], Any]], Function]] = {
     "in a sum": lambda call: lambda x, k: call(x) * 2 + x,
     "alone": lambda call: lambda x, k: call(x),
     "of a constant": lambda call: lambda x, k: call(jnp.ones(x.shape, x.dtype)) + x,
-    "of a weak type": lambda call: lambda x, k: call(jnp.asarray(2.0)).astype(x.dtype) * x,
+    "of a weak type": lambda call: lambda x, k: call(jnp.asarray(2)) * x,
     "not consumed": lambda call: lambda x, k: (call(x), x * 3)[1],
     "of what decides": lambda call: lambda x, k: x + call(k).astype(x.dtype),
 }

@@ -1,7 +1,7 @@
 """Programs of Keras, each in a process of its own: its backend is chosen when it is imported.
 
-`python -m tests.adapters.keras_programs fit` trains by `fit` on the ranks of a job, and `steps` takes steps
-on threads.
+`python -m tests.adapters.keras_programs fit` trains by `fit` on the ranks of a job, `table` takes steps with
+every optimizer there, and `steps` takes steps on threads.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import pytest
 
 import arraycomm as ac
 from arraycomm.testing import run
+from tests.adapters import keras_table
 
 ROWS, BATCH = 48, 12
 
@@ -43,14 +44,24 @@ def fitted(optimizer: Any, rank: int, size: int) -> list[Any]:
 def fit() -> None:
     """Compare training on all ranks with training in this process alone."""
     comm = ac.init()
-    plain = keras.optimizers.Adam(0.01)
-    optimizer = ac.DistributedOptimizer(keras.optimizers.Adam(0.01))
-    assert type(optimizer).__name__ == type(plain).__name__
-    together = fitted(optimizer, comm.rank, comm.size)
-    bits = comm.allgather_object(b"".join(weight.tobytes() for weight in together))
-    assert len(set(bits)) == 1
-    for weight, expected in zip(together, fitted(plain, 0, 1), strict=True):
-        np.testing.assert_allclose(weight, expected, atol=1e-6)
+    for wrap in (lambda plain: plain, keras.optimizers.LossScaleOptimizer):
+        plain = wrap(keras.optimizers.Adam(0.01))
+        optimizer = ac.DistributedOptimizer(wrap(keras.optimizers.Adam(0.01)))
+        assert type(optimizer).__name__ == type(plain).__name__
+        together = fitted(optimizer, comm.rank, comm.size)
+        bits = comm.allgather_object(b"".join(weight.tobytes() for weight in together))
+        assert len(set(bits)) == 1
+        for weight, expected in zip(together, fitted(plain, 0, 1), strict=True):
+            np.testing.assert_allclose(weight, expected, atol=1e-5)
+
+
+def table() -> None:
+    """Take steps with every optimizer, as one process with the sum of all gradients."""
+    comm = ac.init()
+    found = [keras_table.check(row, comm) for row in keras_table.rows()]
+    if comm.rank == 0:
+        print(f"{sum(found)} programs compared, {len(found) - sum(found)} refused by Keras")
+    assert sum(found) > 0.9 * len(found)
 
 
 def steps() -> None:
@@ -58,6 +69,8 @@ def steps() -> None:
     assert run(2, means_of_steps) == [[-1.5, -4.0]] * 2
     run(2, mistakes)
     run(2, skip)
+    run(2, entries)
+    run(2, around)
     for options, value, says in (
         ({"learning_rate": 0.1}, 0.0, r"learning_rate('\])? is not the same"),
         ({"momentum": 0.9}, 0.0, "momentum is not the same"),
@@ -78,8 +91,12 @@ def diverge(comm: ac.Communicator, options: dict[str, float], value: float, says
 
 
 def means_of_steps(comm: ac.Communicator) -> list[float]:
-    optimizer = ac.DistributedOptimizer(keras.optimizers.SGD(1.0), comm=comm)
-    variables = [keras.Variable(np.zeros(1, np.float32)) for _ in range(2)]
+    # As Keras names them on a rank that has made other ones before.
+    plain = keras.optimizers.SGD(1.0, name=f"sgd_{comm.rank + 1}")
+    optimizer = ac.DistributedOptimizer(plain, comm=comm)
+    variables = [
+        keras.Variable(np.zeros(1, np.float32), name=f"kernel_{comm.rank + n}") for n in range(2)
+    ]
     for step in (1, 2):
         # Whoever has no gradient counts with zeros.
         other = keras.ops.ones(1) * 4 if comm.rank else None
@@ -101,8 +118,39 @@ def mistakes(comm: ac.Communicator) -> None:
         with pytest.raises(wrong, match=r"(?i)keras"):
             ac.DistributedOptimizer(keras.optimizers.SGD(1.0), comm=comm, **options)
     made = ac.DistributedOptimizer(keras.optimizers.SGD(1.0), comm=comm, compression="float16")
-    with pytest.raises(ValueError, match="distributed already"):
-        ac.DistributedOptimizer(made, comm=comm)
+    for again in (made, keras.optimizers.LossScaleOptimizer(made)):
+        with pytest.raises(ValueError, match="distributed already"):
+            ac.DistributedOptimizer(again, comm=comm)
+
+
+def entries(comm: ac.Communicator) -> None:
+    """Call what is no entry of Keras's, or an entry outside of what is distributed."""
+    optimizer = ac.DistributedOptimizer(keras_table.Around(keras.optimizers.SGD(1.0)), comm=comm)
+    variable = keras.Variable(np.zeros(1, np.float32))
+    grad = keras.ops.ones(1) * comm.rank
+    optimizer.apply_by_another_name([grad], [variable])
+    assert keras.ops.convert_to_numpy(variable.value)[0] == -0.5
+    if comm.rank == 0:
+        with pytest.raises(TypeError, match=r"call apply\(grads, variables\), which reduces"):
+            optimizer.inner.update_step(grad, variable, 1.0)
+    else:
+        with pytest.raises(ac.PeerError, match="update_step would apply this rank's own"):
+            optimizer.inner.apply([grad], [variable])
+    variable.overwrite_with_gradient = True
+    with pytest.raises(TypeError, match=r"leave the layer in float32, float16 or bfloat16"):
+        optimizer.apply([grad], [variable])
+
+
+def around(comm: ac.Communicator) -> None:
+    """Put a loss scale, which decides from gradients, around a distributed optimizer."""
+    inner = ac.DistributedOptimizer(keras.optimizers.SGD(1.0), comm=comm)
+    scaled = keras.optimizers.LossScaleOptimizer(inner)
+    variable = keras.Variable(np.zeros(1, np.float32))
+    with pytest.raises(TypeError, match=r"put it inside: DistributedOptimizer\(LossScaleOpt"):
+        scaled.apply([keras.ops.ones(1)], [variable])
+    divided = keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(inner))
+    divided.apply([keras.ops.ones(1) * comm.rank], [variable])
+    assert keras.ops.convert_to_numpy(variable.value)[0] == -0.5
 
 
 def skip(comm: ac.Communicator) -> None:
@@ -117,4 +165,4 @@ def skip(comm: ac.Communicator) -> None:
 
 
 if __name__ == "__main__":
-    {"fit": fit, "steps": steps}[sys.argv[1]]()
+    {"fit": fit, "steps": steps, "table": table}[sys.argv[1]]()

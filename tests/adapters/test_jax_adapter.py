@@ -178,6 +178,64 @@ def test_what_looks_at_single_examples_is_refused_inside_and_right_before(
 
 
 @each_rank_of(2)
+def test_a_list_that_a_schedule_grows_on_one_rank_is_no_hyperparameter(
+    comm: ac.Communicator,
+) -> None:
+    seen: list[float] = []
+
+    def schedule(step: Any) -> float:
+        if comm.rank == 0:
+            seen.append(0.1)
+        return 0.1
+
+    optimizer = ac.DistributedOptimizer(optax.sgd(schedule), comm=comm, verify_every=1)
+    expected = train(optax.sgd(0.1), lambda step: reduced(2, step, "mean"))
+    assert_same(train(optimizer, lambda step: gradients(comm.rank, step)), expected)
+    boundaries = [1] if comm.rank else [2]
+    differing = optax.join_schedules([lambda n: 0.1, lambda n: 0.2], boundaries)
+    optimizer = ac.DistributedOptimizer(optax.sgd(differing), comm=comm)
+    with pytest.raises(ac.MismatchError, match="boundaries of join_schedules"):
+        train(optimizer, lambda step: gradients(comm.rank, step))
+
+
+@each_rank_of(2)
+def test_what_takes_more_than_gradients_is_accumulated_by_optax(comm: ac.Communicator) -> None:
+    params, plain = jnp.ones(2), optax.polyak_sgd()
+    optimizer = ac.DistributedOptimizer(plain, comm=comm, accumulate=2)
+    with pytest.raises(ValueError, match=r"optax\.MultiSteps\(optimizer, 2\)\.gradient_tr"):
+        optimizer.update(params, optimizer.init(params), params, value=1.0)
+    with pytest.raises(TypeError, match=r"MultiSteps; pass what its gradient_transformation\(\)"):
+        ac.DistributedOptimizer(optax.MultiSteps(plain, 2), comm=comm)
+
+    def trained(optimizer: Any, rank: float) -> Any:
+        now, state = params, optimizer.init(params)
+        for step in range(4):
+            value = 1.0 + step + rank
+            grads = jnp.full(2, value)
+            updates, state = optimizer.update(grads, state, now, value=value)
+            now = optax.apply_updates(now, updates)
+        return now
+
+    several = optax.MultiSteps(plain, 2).gradient_transformation()
+    found = trained(ac.DistributedOptimizer(several, comm=comm), comm.rank)
+    np.testing.assert_allclose(found, trained(several, 0.5), rtol=1e-6)
+
+
+@each_rank_of(2)
+def test_an_argument_that_one_rank_passes_wrongly_is_an_error_on_all(comm: ac.Communicator) -> None:
+    plain = optax.GradientTransformationExtraArgs(
+        lambda params: (), lambda u, s, p=None, **_: (u, s)
+    )
+    optimizer = ac.DistributedOptimizer(plain, comm=comm)
+    wrong = {"hessian_fn": jnp.sin} if comm.rank else {}
+    with pytest.raises(
+        TypeError if wrong else ac.PeerError, match="hessian_fn, of which it is not"
+    ):
+        optimizer.update(jnp.ones(2), (), **wrong)
+    assert optimizer.update(jnp.full(2, float(comm.rank)), ())[0].tolist() == [0.5, 0.5]
+
+
+@each_rank_of(2)
 def test_what_would_apply_gradients_of_one_rank_is_refused(comm: ac.Communicator) -> None:
     params = jnp.zeros(3)
     for wrap, refused in (

@@ -58,6 +58,37 @@ def test_eager_derivatives_are_those_of_the_sum_of_all_losses(
         cases.assert_derivatives(cases.CASES[name], comm)
 
 
+@pytest.mark.parametrize("length", [2, 40_000])
+@each_rank_of(2)
+def test_results_promote_as_what_was_passed_does(comm: ac.Communicator, length: int) -> None:
+    """A weak type, as that of `jax.numpy.asarray(1.0)`, stays one on this rank; a strong one too."""
+    jnp = jax.numpy
+    strong, number = jnp.ones((2, length)), jnp.asarray(2)
+    for x in (strong, jnp.full((2, length), 1.0)):
+        found = {
+            "allreduce": comm.allreduce(x),
+            "iallreduce": comm.iallreduce(x, "mean").wait(),
+            "allgather": comm.allgather(x),
+            "alltoall": comm.alltoall(x),
+            "bcast": comm.bcast(x),
+            "scan": comm.scan(x),
+            "tree": ac.allreduce_tree({"x": x, "other": number}, "sum", comm=comm)["x"],
+            "gradients": ac.allreduce_gradients([x, None], comm=comm)[0],
+            "plan": comm.plan([x])([x])[0],
+            "synchronize": ac.synchronize([x], comm=comm)[0],
+            "adapter": collectives.all_reduce(comm=comm).update([x], None)[0][0],
+            **{name: case.call(x, comm=comm) for name, case in cases.CASES.items()},
+        }
+        assert [name for name, y in found.items() if y.weak_type != x.weak_type] == []
+        half = jnp.ones(length, jnp.bfloat16)
+        kinds = {name: (y + half).dtype for name, y in found.items()}
+        assert set(kinds.values()) == {(x + half).dtype}
+    # Ranks may differ. What is exchanged stays of the type that it was.
+    mixed = comm.allreduce(number if comm.rank else jnp.int32(2))
+    assert (mixed.weak_type, int(mixed)) == (bool(comm.rank), 4)
+    assert not ac.exchange(np.ones(2, np.int32), number).weak_type
+
+
 @pytest.mark.parametrize("case", cases.CASES.values(), ids=cases.CASES)
 @each_rank_of(2)
 def test_eager_calls_under_vmap_are_those_of_each_row(comm: ac.Communicator, case: Any) -> None:

@@ -35,3 +35,11 @@ def test_steps_take_the_mean_gradient_and_say_what_is_wrong(
 @pytest.mark.parametrize("backend", ["jax", pytest.param("torch", marks=ONLY_WITH_EVERY)])
 def test_fit_trains_as_one_process_does(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     check("fit", backend, monkeypatch, 2)
+
+
+@needs_mpiexec
+@pytest.mark.parametrize("backend", ["numpy", "jax", pytest.param("torch", marks=ONLY_WITH_EVERY)])
+def test_every_optimizer_takes_the_steps_of_one_process(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check("table", backend, monkeypatch, 2)

@@ -23,6 +23,7 @@ _EACH: Final = {
         "test_shard.py::TestOnProcesses",
         "test_torch_training.py::TestProcesses",
         "test_torch_memory.py::TestProcesses",
+        "test_torch_parameters.py::TestProcesses",
     ),
 }
 # The contract is the same over any transport: each adapter's is held under one MPI.

@@ -197,14 +197,58 @@ def test_state_that_is_not_whole_is_refused(comm: Any, torch: Any) -> None:
 
     params = parameters(torch)
     optimizer = tiny(torch, params, comm, shard=True)
-    with pytest.raises(RuntimeError, match=r"call .*gather_state\(optimizer\) on all ranks"):
-        optimizer.state_dict()
+    take(torch, optimizer, params, comm, 0)
+    for each in (optimizer, copy.deepcopy(optimizer)):
+        with pytest.raises(RuntimeError, match=r"call .*gather_state\(optimizer\) on all ranks"):
+            each.state_dict()
     with pytest.raises(RuntimeError, match="takes on every rank; synchronize has no use"):
         ac.synchronize(optimizer, comm=comm)
     with pytest.raises(TypeError, match="cannot be pickled"):
         pickle.dumps(optimizer)
     with pytest.raises(ValueError, match="gather_state: this optimizer is not distributed"):
         gather_state(torch.optim.SGD(parameters(torch)))
+
+
+@each_rank_of(2)
+def test_a_state_dict_is_whole_before_there_is_a_state(comm: Any, torch: Any) -> None:
+    """Accelerator.prepare asks for it, moves it to a device, and loads it."""
+    trained = []
+    for prepares in (False, True):
+        params = parameters(torch)
+        optimizer = tiny(torch, params, comm, shard=True)
+        if prepares:
+            optimizer.load_state_dict(optimizer.state_dict())
+        take(torch, optimizer, params, comm, 0, 1)
+        trained.append([p.tolist() for p in params])
+    assert trained[0] == trained[1]
+    with_state = [tiny(torch, parameters(torch), comm, shard=True), torch.optim.Adagrad(params)]
+    with_state[0].load_state_dict(broadcast_state(torch, optimizer, comm))
+    with_state[1] = ac.DistributedOptimizer(with_state[1], comm=comm, shard=True)
+    for each in with_state:
+        with pytest.raises(
+            RuntimeError, match="unless device_placement is False for the optimizer"
+        ):
+            each.state_dict()
+
+
+def broadcast_state(torch: Any, optimizer: Any, comm: Any) -> Any:
+    from arraycomm.adapters.torch import gather_state
+
+    return comm.bcast_object(gather_state(optimizer))
+
+
+@pytest.mark.parametrize("placed", [True, False])
+@each_rank_of(1)
+def test_a_sharded_optimizer_is_prepared_by_accelerate(comm: Any, torch: Any, placed: bool) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    params = parameters(torch)
+    optimizer = tiny(torch, params, comm, shard=True)
+    if not placed:
+        take(torch, optimizer, params, comm, 0)
+    accelerator = accelerate.Accelerator(cpu=True)
+    prepared = accelerator.prepare(optimizer, device_placement=[placed])
+    take(torch, prepared, params, comm, 1)
+    assert optimizer.state
 
 
 @each_rank_of(2)

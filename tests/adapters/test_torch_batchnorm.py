@@ -13,6 +13,7 @@ import arraycomm as ac
 from tests.support.on_ranks import each_rank_of
 
 torch = pytest.importorskip("torch")
+prune = pytest.importorskip("torch.nn.utils.prune")
 adapter = pytest.importorskip("arraycomm.adapters.torch")
 
 Tensor = Any
@@ -232,6 +233,173 @@ class TestConversion:
     def test_what_is_no_module_is_refused(self) -> None:
         with pytest.raises(TypeError, match=r"module must be a torch.nn.Module; got list"):
             adapter.convert_sync_batchnorm([torch.nn.BatchNorm1d(3)])
+
+    def test_whoever_holds_a_batch_norm_goes_on_with_it(self) -> None:
+        norm = torch.nn.BatchNorm1d(CHANNELS)
+        held, seen = [norm], []
+        norm.register_load_state_dict_pre_hook(lambda module, *_: seen.append(module))
+        assert adapter.convert_sync_batchnorm(norm) is held[0]
+        norm.load_state_dict(torch.nn.BatchNorm1d(CHANNELS).state_dict())
+        assert seen == held
+
+
+class WithActivation(torch.nn.BatchNorm2d):  # type: ignore[misc]
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(super().forward(x))
+
+
+class Synchronized(adapter.SyncBatchNorm):  # type: ignore[misc, name-defined]
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(super().forward(x))
+
+
+class LikeTimm(torch.nn.BatchNorm2d):  # type: ignore[misc]
+    """Has statistics that no call of super() computes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(torch.nn.functional.batch_norm(x, None, None, training=True))
+
+
+class Wider(torch.nn.BatchNorm2d):  # type: ignore[misc]
+    def _check_input_dim(self, x: Tensor) -> None:
+        """Take any shape."""
+
+
+class WithAnAttribute(torch.nn.BatchNorm2d):  # type: ignore[misc]
+    activation = torch.nn.ReLU()
+
+
+class OnlyItsDefaults(torch.nn.BatchNorm2d):  # type: ignore[misc]
+    """A class that computes what its base does."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__(channels, eps=1e-3, momentum=0.01)
+
+
+class OfTheBase(torch.nn.modules.batchnorm._BatchNorm):  # type: ignore[misc]
+    def _check_input_dim(self, x: Tensor) -> None:
+        """Take any shape."""
+
+
+def parametrized(kind: Any) -> Any:
+    softplus = torch.nn.Softplus()
+    torch.nn.utils.parametrize.register_parametrization(norm := kind(CHANNELS), "weight", softplus)
+    return norm
+
+
+def patched(kind: Any) -> Any:
+    norm = kind(CHANNELS)
+    norm.forward = lambda x, forward=norm.forward: 2 * forward(x)
+    return norm
+
+
+def after_use(kind: Any) -> Any:
+    (lazy := kind())(draw(0, 2, 3).float())
+    return lazy
+
+
+def hooked(kind: Any) -> Any:
+    (norm := kind(CHANNELS)).register_forward_hook(lambda module, inputs, y: 2 * y)
+    return norm
+
+
+def pruned(kind: Any) -> Any:
+    return prune.random_unstructured(kind(CHANNELS), "weight", 1)
+
+
+def with_(**settings: Any) -> Any:
+    return lambda kind: kind(CHANNELS, **settings)
+
+
+def without_bias(kind: Any) -> Any:
+    (norm := kind(CHANNELS)).bias = None
+    return norm
+
+
+def seeded(make: Any, kind: Any) -> Any:
+    torch.manual_seed(0)
+    return make(kind)
+
+
+def not_tracking(kind: Any) -> Any:
+    (norm := kind(CHANNELS)).track_running_stats = False
+    return norm
+
+
+BATCH_NORM = torch.nn.BatchNorm2d
+CONVERTED = {
+    "plain": (BATCH_NORM, with_()),
+    "float64": (BATCH_NORM, with_(dtype=torch.float64)),
+    "no momentum": (BATCH_NORM, with_(momentum=None)),
+    "not affine": (BATCH_NORM, with_(affine=False)),
+    "no bias": (BATCH_NORM, without_bias),
+    "no statistics": (BATCH_NORM, with_(track_running_stats=False)),
+    "statistics that stay": (BATCH_NORM, not_tracking),
+    "lazy": (torch.nn.LazyBatchNorm2d, after_use),
+    "hooked": (BATCH_NORM, hooked),
+    "pruned": (BATCH_NORM, pruned),
+    "defaults": (OnlyItsDefaults, lambda kind: kind(CHANNELS)),
+}
+LEFT_ALONE = {
+    "of torch": (torch.nn.SyncBatchNorm, with_()),
+    "instance": (torch.nn.InstanceNorm2d, with_()),
+}
+REFUSED = {
+    "WithActivation": (WithActivation, with_()),
+    "LikeTimm": (LikeTimm, with_()),
+    "Wider": (Wider, with_()),
+    "WithAnAttribute": (WithAnAttribute, with_()),
+    "OfTheBase": (OfTheBase, with_()),
+    "ParametrizedBatchNorm2d": (BATCH_NORM, parametrized),
+    "forward": (BATCH_NORM, patched),
+}
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("case", [*CONVERTED, *LEFT_ALONE])
+@each_rank_of(1)
+def test_every_kind_computes_what_it_did_before(
+    comm: ac.Communicator, case: str, training: bool
+) -> None:
+    kind, make = {**CONVERTED, **LEFT_ALONE}[case]
+    one, ours = (torch.nn.Sequential(seeded(make, kind)).train(training) for _ in range(2))
+    assert adapter.convert_sync_batchnorm(ours, comm=comm) is ours
+    assert isinstance(ours[0], adapter.SyncBatchNorm) == (case in CONVERTED)
+    for step in range(3):
+        x = draw(step, 2, 3).to(next(one.buffers(), torch.ones(1)).dtype)
+        close = tolerance(x.dtype) if training or not one[0].track_running_stats else None
+        torch.testing.assert_close(ours(x), one(x), **(close or {"rtol": 0, "atol": 0}))
+    torch.testing.assert_close(ours.state_dict(), one.state_dict(), **tolerance(x.dtype))
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_would_not_compute_the_same_is_refused_before_anything_changes(case: str) -> None:
+    kind, make = REFUSED[case]
+    model = torch.nn.Sequential(torch.nn.BatchNorm2d(CHANNELS), norm := make(kind))
+    with pytest.raises(TypeError, match=rf"^convert_sync_batchnorm: 1 (is a|has) .*{case}"):
+        adapter.convert_sync_batchnorm(model)
+    assert type(model[0]) is torch.nn.BatchNorm2d
+    assert model[1] is norm
+
+
+@each_rank_of((1, 3))
+def test_what_the_refusals_advise_is_synchronized(comm: ac.Communicator) -> None:
+    x = draw(comm.rank, 2, 3).float()
+    whole = comm.allgather(x).flatten(0, 1)
+    derived = Synchronized(CHANNELS, comm=comm)
+    for ours, one in (
+        (parametrized(lambda n: adapter.SyncBatchNorm(n, comm=comm)), parametrized(BATCH_NORM)),
+        (adapter.convert_sync_batchnorm(derived, comm=comm), WithActivation(CHANNELS)),
+        (unpatched(comm), BATCH_NORM(CHANNELS)),
+    ):
+        expected = one(whole)[len(x) * comm.rank :][: len(x)]
+        torch.testing.assert_close(ours(x), expected, **tolerance(x.dtype))
+
+
+def unpatched(comm: ac.Communicator) -> Any:
+    norm = patched(BATCH_NORM)
+    del norm.forward
+    return adapter.convert_sync_batchnorm(norm, comm=comm)
 
 
 @each_rank_of((1, 3))

@@ -18,6 +18,8 @@ pytestmark = pytest.mark.skipif(
 )
 
 _PROGRAM: Final = ("-m", "tests.adapters.torch_distributed_checks")
+_STARTS: Final = ("-m", "tests.adapters.torch_distributed_starts")
+_TORCHRUN: Final = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 _RANKS: Final = 3
 _FORKED: Final = 2
 
@@ -40,6 +42,11 @@ def _over_mpi() -> Report:
 
 
 @lru_cache
+def _starts() -> Report:
+    return Report(run_python(*_STARTS, ranks=2, timeout=120), 2)
+
+
+@lru_cache
 def _without_mpi() -> Report:
     return Report(run_python(*_PROGRAM, "fork", timeout=120), _FORKED)
 
@@ -53,6 +60,32 @@ def test_over_mpi(check: str) -> None:
 @needs_mpiexec
 def test_program_over_mpi_ends_well() -> None:
     _over_mpi().assert_ended_well()
+
+
+@needs_mpiexec
+@pytest.mark.each_mpi
+@pytest.mark.parametrize("check", ["any_part_of_the_variables", "wrong_variables"])
+def test_starts_under_mpiexec(check: str) -> None:
+    _starts().assert_passed(check)
+    _starts().assert_ended_well()
+
+
+def test_count_of_ranks_without_a_launcher_names_the_variable() -> None:
+    start = (
+        "import os, torch.distributed as dist, arraycomm.adapters.torch_distributed\n"
+        "os.environ['WORLD_SIZE'] = '2'\n"
+        "dist.init_process_group('arraycomm')"
+    )
+    job = run_python("-c", start, timeout=60)
+    assert job.returncode != 0
+    assert "init: WORLD_SIZE is 2 and RANK is missing, but for arraycomm each" in job.stderr
+
+
+def test_torchrun_starts_again() -> None:
+    again = ("--max-restarts", "1", "--monitor-interval", "0.1")
+    report = Report(run_python(*_TORCHRUN, *again, *_STARTS, "restart", timeout=60), 2)
+    report.assert_passed("_restart")
+    report.assert_ended_well()
 
 
 @pytest.mark.parametrize("check", _FORKED_CHECKS)

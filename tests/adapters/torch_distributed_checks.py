@@ -11,6 +11,7 @@ import socket
 import sys
 import tempfile
 import traceback
+import types
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
@@ -114,6 +115,53 @@ def averages_and_scaled_sums() -> None:
     assert torch.equal(scaled, total / 2)
 
 
+def _mean(values: tuple[int, ...], dtype: torch.dtype) -> int:
+    """Return what NCCL gives: a sum that wraps, divided towards zero."""
+    span = torch.iinfo(dtype).max - torch.iinfo(dtype).min + 1
+    total = sum(values) % span
+    if total > torch.iinfo(dtype).max:
+        total -= span
+    return abs(total) // len(values) * (1 if total > 0 else -1)
+
+
+def _integers(rank: int, dtype: torch.dtype) -> list[int]:
+    limits = torch.iinfo(dtype)
+    small = [5 + rank, 9 - 2 * rank, 11 * rank, 1, 2, 3 * rank, 7]
+    return [*small, limits.max, limits.max - rank, limits.max // 3, limits.min, limits.min + rank]
+
+
+def means_of_integers() -> None:
+    average, own = dist.ReduceOp.AVG, 12 // _size()
+    for name in ("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"):
+        dtype = getattr(torch, name)
+        every = [_integers(rank, dtype) for rank in range(_size())]
+        means = [_mean(values, dtype) for values in zip(*every, strict=True)]
+
+        def x(dtype: torch.dtype = dtype) -> torch.Tensor:
+            return torch.tensor(_integers(_rank(), dtype), dtype=dtype)
+
+        for later in (False, True):
+            with torch.inference_mode(later):
+                wait = dist.Work.wait if later else id
+                plain, turned, number, at_root = x(), x().reshape(3, 4).T, x()[0], x()
+                for y in (plain, turned, number):
+                    wait(dist.all_reduce(y, average, async_op=later))
+                wait(dist.reduce(at_root, 1, average, async_op=later))
+                parts, rows = torch.empty(own, dtype=dtype), torch.empty(own, 2, dtype=dtype)[:, 0]
+                listed = list(x().split(own))
+                wait(dist.reduce_scatter(parts, listed, average, async_op=later))
+                wait(dist.reduce_scatter_tensor(rows, x(), average, async_op=later))
+            assert plain.tolist() == turned.T.reshape(-1).tolist() == means
+            assert number.item() == means[0]
+            assert at_root.tolist() == (means if _rank() == 1 else every[_rank()])
+            first = own * _rank()
+            assert parts.tolist() == rows.tolist() == means[first : first + own]
+        large = x().repeat(9000)
+        dist.all_reduce(large, average)
+        assert large.tolist() == means * 9000
+        large.resize_(large.numel() + 1)
+
+
 def movements() -> None:
     def run(group: Group) -> Any:
         x, n, rank = _values(2, 3), _size(), _rank()
@@ -197,6 +245,12 @@ def sparse_sums() -> None:
         return x.to_dense()
 
     _same(run)
+    # Elements of a longer one would be out of range, or at another place.
+    longer = torch.sparse_coo_tensor([[0]], [1.0], (4 + _rank(),))
+    text = _raised(ac.MismatchError, lambda: dist.all_reduce(longer, group=dist.new_group()))
+    assert (
+        "a sparse tensor must have the same shape on every rank; got the shapes [[4], [5]" in text
+    )
 
 
 def objects() -> None:
@@ -483,6 +537,129 @@ def checkpoints() -> None:
     assert empty["step"] == 7
 
 
+# Compiled functions --------------------------------------------------------------------------------
+
+
+def _all_compiled(calls: list[Callable[[torch.Tensor], Any]]) -> None:
+    """Check that compiled functions give, twice, what they give uncompiled."""
+    for call in calls:
+        expected = call(torch.ones(2) * (_rank() + 1))
+        torch.compiler.reset()
+        compiled = torch.compile(call, backend="eager")
+        for _ in range(2):
+            found = compiled(torch.ones(2) * (_rank() + 1))
+            torch.testing.assert_close(found, expected, **_EXACT)
+
+
+def compiled_collectives() -> None:
+    n, group = _size(), dist.new_group()
+
+    def moved(x: torch.Tensor) -> Any:
+        y, parts, own = x * 2, [torch.empty(2) for _ in range(n)], torch.empty(2)
+        dist.broadcast(y, 1)
+        dist.barrier(group)
+        dist.all_gather(parts, x)
+        dist.scatter(own, [y * r for r in range(n)] if _rank() == 0 else None, 0)
+        into = torch.empty(2 * n)
+        dist.all_gather_into_tensor(into, x)
+        dist.all_to_all(parts, [part + own for part in parts])
+        dist.gather(y, parts if _rank() == 0 else None, 0, group)
+        return y + 1, parts, own, into
+
+    def reduced(x: torch.Tensor) -> Any:
+        y, own, part = x * 2, torch.empty(2), torch.empty(2)
+        dist.all_reduce(y)
+        dist.all_reduce(y, dist.ReduceOp.AVG, group)
+        dist.reduce_scatter(own, [x * r for r in range(n)])
+        dist.reduce_scatter_tensor(part, torch.cat([x] * n), group=group)
+        dist.all_reduce_coalesced([own, part])
+        return y + 1, own, part
+
+    def later(x: torch.Tensor) -> Any:
+        y, z = x * 2, x * 3
+        works = [dist.all_reduce(y, async_op=True), dist.broadcast(z, 0, async_op=True)]
+        while not works[0].is_completed():
+            pass
+        future = works[1].get_future().then(lambda done: done.value()[0] + 1)
+        works[0].wait()
+        return y + 1, future.wait() * 2
+
+    def functionally(x: torch.Tensor) -> Any:
+        gathered = functional.all_gather_tensor(x * 2, 0, group)
+        scattered = functional.reduce_scatter_tensor(gathered, "sum", 0, group)
+        return functional.all_reduce(x * 2, "sum", group) + 1, functional.broadcast(
+            scattered, 1, group
+        )
+
+    _all_compiled([moved, reduced, later, functionally])
+
+
+def compiled_messages_objects_and_names() -> None:
+    n, group, mesh = _size(), dist.new_group(), init_device_mesh("cpu", (_size(),))
+
+    def messages(x: torch.Tensor) -> Any:
+        y, into = x * 2, torch.zeros(2)
+        if _rank() == 0:
+            dist.send(y, 1)
+        elif _rank() == 1:
+            dist.recv(y, 0)
+        operations = [
+            dist.P2POp(dist.isend, x, (_rank() + 1) % n),
+            dist.P2POp(dist.irecv, into, (_rank() - 1) % n),
+        ]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+        return y + 1, into
+
+    def objects(x: torch.Tensor) -> Any:
+        every: list[Any] = [None] * n
+        dist.all_gather_object(every, _rank())
+        sent, own = [_rank()], [None]
+        dist.broadcast_object_list(sent, 1)
+        dist.scatter_object_list(own, every, 0)
+        dist.gather_object(_rank(), every if _rank() == 0 else None, 0)
+        dist.monitored_barrier(group)
+        return x + 1, every, sent, own
+
+    def names(x: torch.Tensor) -> Any:
+        assert dist.get_backend(group) == "arraycomm"
+        ranks = [dist.get_rank(), dist.get_rank(group), dist.get_world_size(), *mesh.shape]
+        return x + dist.get_rank(), ranks, dist.get_process_group_ranks(group)
+
+    def spread(x: torch.Tensor) -> Any:
+        rows = DTensor.from_local(x * 2, mesh, [Shard(0)])
+        return (rows + 1).redistribute(mesh, [Replicate()]).to_local()
+
+    _all_compiled([messages, objects, names, spread])
+    torch.compiler.reset()
+    whole = torch.compile(objects, backend="eager", fullgraph=True)
+    assert "communication is no part of a graph" in _raised(Exception, lambda: whole(torch.ones(2)))
+
+
+@_in_double
+def compiled_training() -> None:
+    compiled = functools.partial(torch.compile, backend="eager")
+
+    def run(group: Group) -> Any:
+        found = []
+        for wrap in (
+            lambda model, **options: compiled(DistributedDataParallel(model, **options)),
+            lambda model, **options: DistributedDataParallel(compiled(model), **options),
+        ):
+            torch.compiler.reset()
+            model = wrap(_Network(), process_group=group, find_unused_parameters=True)
+            _train(model, torch.optim.SGD(model.parameters(), 0.1), 2)
+            found += _parameters(model)
+        torch.manual_seed(3)
+        layers = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 2))
+        mesh = DeviceMesh.from_group(group, "cpu")
+        sharded = fully_shard(layers, mesh=mesh)
+        _train(compiled(sharded), torch.optim.SGD(sharded.parameters(), 0.1), 2)
+        return found, [p.full_tensor() for p in sharded.parameters() if isinstance(p, DTensor)]
+
+    _same(run, _ORDER)
+
+
 # Errors --------------------------------------------------------------------------------------------
 
 
@@ -577,10 +754,36 @@ def what_is_not_there() -> None:
         assert name in _raised(NotImplementedError, getattr(group, name))
     assert "CPU" in _raised(TypeError, lambda: dist.all_reduce(torch.ones(2, device="meta")))
     assert "bool" in _raised(TypeError, lambda: dist.all_reduce(torch.ones(2) > 0))
+    ops, whole = dist.ReduceOp, torch.ones(2, dtype=torch.int64)
+    assert "bool" in _raised(TypeError, lambda: dist.all_reduce(whole > 0, ops.AVG))
+    text = _raised(TypeError, lambda: dist.all_reduce(whole, ops.PREMUL_SUM(0.5)))
+    assert "floating or complex dtype; got torch.int64; multiply it, and use SUM" in text
+    sparse = torch.eye(2).to_sparse()
+    assert "only sums" in _raised(TypeError, lambda: dist.all_reduce(sparse, ops.AVG))
+
+
+def mean_of_integers_is_not_taken_for_their_sum() -> None:
+    group, ops = dist.new_group(), dist.ReduceOp
+    op = ops.AVG if _rank() == 1 else ops.SUM
+    _raised(ac.MismatchError, lambda: dist.all_reduce(torch.tensor(3), op, group))
+
+
+def ignite_knows_the_name() -> None:
+    """It wraps a model if the backend is one of three that its module names, MPI among them."""
+    native = types.ModuleType("ignite.distributed.comp_models.native")
+    native.MPI = "mpi"
+    sys.modules[native.__name__] = native
+    try:
+        assert dist.get_backend(_Groups.gloo) != native.MPI
+        assert native.MPI == "mpi"
+        assert dist.get_backend() == native.MPI
+    finally:
+        del sys.modules[native.__name__]
 
 
 FORKED_CHECKS: Final = [
     all_reductions,
+    means_of_integers,
     movements,
     messages,
     messages_beside_collectives,

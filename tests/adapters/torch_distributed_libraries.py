@@ -1,4 +1,4 @@
-"""Programs of Lightning Fabric and Accelerate, over arraycomm: each gives the parameters of a plain loop over gloo."""
+"""Programs of Lightning, its Fabric, Accelerate and ignite, over arraycomm: each gives the parameters of a plain loop over gloo."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import arraycomm.adapters.torch_distributed  # noqa: F401
 from tests.support.launched import perform
 
 RANKS: Final = 2
+_BY_TORCHRUN: Final = "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def _model() -> torch.nn.Module:
@@ -51,6 +52,10 @@ def accelerate() -> None:
     """On the CPU, Accelerate takes the group that is there; else it makes one of gloo."""
     from accelerate import Accelerator
 
+    if not _BY_TORCHRUN:
+        # It starts gloo, and sets a part of what torch meets by: no address.
+        assert Accelerator(cpu=True).num_processes == RANKS
+        dist.destroy_process_group()
     dist.init_process_group("arraycomm")
     accelerator = Accelerator(cpu=True)
     model = _model()
@@ -84,9 +89,64 @@ def fabric() -> None:
     fabric.barrier()
 
 
+def lightning() -> None:
+    """What it logs from all ranks is averaged by a count of samples, an integer."""
+    import pytorch_lightning as pl
+    from pytorch_lightning.strategies import DDPStrategy
+
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = _model()
+
+        def training_step(self, batch: Any, _: int) -> torch.Tensor:
+            loss = (self.model(batch[0]) - batch[1]).square().mean()
+            self.log("loss", loss, sync_dist=True, on_step=False, on_epoch=True)
+            self.log("rank", dist.get_rank(), sync_dist=True)
+            return loss
+
+        def validation_step(self, batch: Any, _: int) -> None:
+            self.log("rows", torch.tensor(len(batch[0])), sync_dist=True, reduce_fx="sum")
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), 0.1)
+
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        strategy=DDPStrategy(process_group_backend="arraycomm"),
+        devices=RANKS,
+        max_epochs=1,
+        use_distributed_sampler=False,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+    )
+    module = Module()
+    batches = DataLoader(
+        _data(), 4, sampler=DistributedSampler(_data(), RANKS, trainer.global_rank, shuffle=False)
+    )
+    trainer.fit(module, batches, batches)
+    assert dist.get_backend() == "arraycomm"
+    logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    assert (logged["rank"], logged["rows"]) == (0.5, 24)
+    torch.testing.assert_close([p.detach() for p in module.parameters()], _over_gloo(batches))
+
+
+def ignite() -> None:
+    """It wraps the model, under each name that torch takes for the backend."""
+    dist.init_process_group("arraycomm" if _BY_TORCHRUN else "cpu:arraycomm")
+    # Afterwards, as a program does that imports it where it needs it.
+    import ignite.distributed as idist
+
+    model = idist.auto_model(_model())
+    optimizer = idist.auto_optim(torch.optim.SGD(model.parameters(), 0.1))
+    batches = idist.auto_dataloader(_data(), batch_size=4 * RANKS, shuffle=False)
+    torch.testing.assert_close(_train(model, optimizer, batches), _over_gloo(batches))
+    assert idist.all_gather(idist.get_rank()) == [0, 1]
+
+
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     torch.set_num_threads(1)
-    perform([{"fabric": fabric, "accelerate": accelerate}[sys.argv[1]]])
+    perform([globals()[sys.argv[1]]])
     dist.destroy_process_group()

@@ -17,13 +17,11 @@ import numpy as np
 import pytest
 
 from arraycomm.cli import main
-from arraycomm.cli.bench import arguments as bench
+from arraycomm.cli.bench import calls, cases, results
+from arraycomm.cli.bench import command as bench
 from arraycomm.cli.bench import device as bench_device
-from arraycomm.cli.bench.contenders import Case, Contender, pattern
-from arraycomm.cli.bench.lines import Entry, measured, verify
-from arraycomm.cli.bench.report import complaints, tables
-from arraycomm.cli.bench.results import FORMAT
-from arraycomm.cli.bench.tables import as_text
+from arraycomm.cli.bench.cases import Case, Field, pattern
+from arraycomm.cli.bench.results import Entry
 from arraycomm.cli.bench.timing import measure, plan, ratio, rotated
 from tests.support.launcher import needs_mpiexec, run_python
 
@@ -38,6 +36,7 @@ class Alone:
     """A meeting of one rank, which is its own MPI."""
 
     rank, size = 0, 1
+    place, clear = Field.place, Field.clear
 
     def __init__(self) -> None:
         self.barriers = 0
@@ -106,80 +105,103 @@ def test_the_end_of_what_calls_have_begun_is_waited_for_and_counts() -> None:
 # Verification
 
 
-def entry_of(answer: Any) -> Entry:
+def entry_of(answer: Any, shapes: Any = ((16,),)) -> Entry:
     field: Any = Alone()
-    case = Case("float32", 64, rank=0, size=1)
-    entry = Entry("mpi4py", "numpy")
-    verify(field, case, Contender("mpi4py", "numpy", lambda: None, lambda: answer(case)), entry)
-    return entry
+    case = Case("float32", shapes, field)
+    return results.enter(
+        field, case, "mpi4py", "numpy", lambda *_: (list, lambda: answer(case.x[:]))
+    )
 
 
 @pytest.mark.parametrize(
     ("answer", "status", "reason"),
     [
-        (lambda case: np.where(np.arange(16) == 5, 9, case.x).astype("f4"), "wrong", "1 of 16"),
-        (lambda case: case.x.astype(np.float64), "wrong", "the result is float64"),
-        (lambda case: case.x[:3], "wrong", "(3,)"),
-        (lambda case: case.x * np.float32("nan"), "wrong", "are wrong"),
-        (lambda case: 1 / 0, "error", "ZeroDivisionError: division by zero"),
+        (lambda x: [np.where(np.arange(16) == 5, 9, *x).astype("f4")], "wrong", "1 of 16"),
+        (lambda x: [x[0].astype(np.float64)], "wrong", "the result is float64"),
+        (lambda x: [x[0][:3]], "wrong", "(3,)"),
+        (lambda x: [x[0] * np.float32("nan")], "wrong", "are wrong"),
+        (lambda x: 1 / 0, "error", "ZeroDivisionError: division by zero"),
     ],
     ids=["one number", "other dtype", "other shape", "NaN", "none"],
 )
 def test_a_wrong_answer_is_reported_and_not_timed(answer: Any, status: str, reason: str) -> None:
-    right, entry = entry_of(lambda case: case.x.copy()), entry_of(answer)
+    right, entry = entry_of(lambda x: x), entry_of(answer)
     assert (right.status, right.reason) == ("ok", "")
-    assert right.contender is not None
+    assert right.call is not None
     assert entry.status == status
     assert reason in entry.reason
-    assert entry.contender is None
+    assert entry.call is None
+
+
+def test_of_a_tree_the_wrong_leaf_is_named() -> None:
+    leaves = [(3,), (2, 2), ()]
+    assert entry_of(lambda x: x, leaves).status == "ok"
+    wrong = entry_of(lambda x: [x[0], x[1] + np.eye(2, dtype="f4"), x[2]], leaves)
+    assert wrong.reason.startswith("rank 0: leaf 1: 2 of 4 elements are wrong")
+    assert entry_of(lambda x: x[:2], leaves).status == "error"
 
 
 def test_what_the_last_contender_left_behind_does_not_count_as_an_answer() -> None:
     field: Any = Alone()
-    case, entry = Case("float32", 64, rank=0, size=1), Entry("out", "numpy")
-    case.y[...] = case.expected
-    verify(field, case, Contender("out", "numpy", lambda: None, lambda: case.y), entry)
+    case = Case("float32", [(16,)], field)
+    case.y[0][...] = case.expected(0)
+    entry = results.enter(field, case, "out", "numpy", lambda *_: (list, lambda: case.y))
     assert entry.status == "wrong"
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "float8_e4m3fn", "complex64"])
 def test_the_expected_sum_is_exact(dtype: str) -> None:
-    case = Case(dtype, 240, rank=1, size=4)
-    patterns = [pattern(rank, case.count) for rank in range(4)]
+    field: Any = SimpleNamespace(rank=1, size=4)
+    case = Case(dtype, [(60,), (4, 15)], field)
+    patterns = [pattern(rank, 60) for rank in range(4)]
     total = np.sum([each.astype(np.int64) for each in patterns], axis=0)
-    np.testing.assert_array_equal(case.expected.astype(np.complex128).real, total)
+    np.testing.assert_array_equal(case.expected(0).astype(np.complex128).real, total)
+    np.testing.assert_array_equal(case.expected(1).astype(np.complex128).real.flat, total + 4)
     assert len({each.tobytes() for each in patterns}) == 4
 
 
-def line_of(status: str = "ok", **more: Any) -> dict[str, Any]:
+def line_of(status: str = "ok", nbytes: int = 8) -> dict[str, Any]:
     field: Any = Alone()
-    case = Case("float32", 8, rank=0, size=1)
+    case = Case("float32", [(nbytes // 4,)], field)
     entries = [Entry("out", "numpy"), Entry("mpi4py", "numpy")]
     for entry in entries:
-        entry.contender = Contender(entry.key, "numpy", lambda: None, lambda: case.x)
+        entry.call = list
     entries[1].status, entries[1].reason = status, "its reason"
     if status != "ok":
-        entries[1].contender = None
-    line = measured(field, case, "latency", entries, repetitions=3, seconds=1e-3)
-    return {**line, **more}
-
-
-@pytest.mark.parametrize(
-    ("status", "cell"), [("unsupported", "–"), ("wrong", "wrong"), ("error", "error")]
-)
-def test_a_table_says_what_was_not_timed(status: str, cell: str) -> None:
-    (table,) = tables([line_of(status)], ranks=2)
-    assert list(table.header) == ["size", "arraycomm, out=", "mpi4py Allreduce"]
-    assert table.rows[0][2] == cell
-    said = "mpi4py Allreduce with NumPy arrays, float32, 8 B: its reason"
-    assert complaints([line_of(status)]) == ([] if status == "unsupported" else [said])
-
-
-def test_a_table_has_a_ratio_of_arraycomm_to_each_reference() -> None:
-    line = line_of()
+        entries[1].call = None
+    line = results.measured(field, case, "latency", entries, repetitions=3, seconds=1e-3)
     line["contenders"][0].update(median=3e-6, ratios={"mpi4py": 1.5})
-    line["contenders"][1].update(median=2e-6)
-    (table,) = tables([line], ranks=2)
+    if status == "ok":
+        line["contenders"][1].update(median=2e-6)
+    return line
+
+
+@pytest.mark.parametrize("status", ["unsupported", "wrong", "error"])
+def test_what_was_not_timed_says_why(status: str) -> None:
+    line = line_of(status)
+    assert results.as_text(line).splitlines()[2].split("  ")[-1].strip() == f"{status}: its reason"
+    failed = status != "unsupported"
+    assert not results.failed({"lines": [line]})
+    line["contenders"][1]["key"] = "fresh"
+    assert results.failed({"lines": [line]}) == failed
+    report: Any = importlib.import_module("docs.studies.benchmarks.report")
+    said = ["arraycomm with NumPy arrays, float32, 8 B: its reason"]
+    assert report.complaints([line]) == (said if failed else [])
+    (table,) = report.tables([line], ranks=2)
+    assert table.rows[0][2] == ("–" if status == "unsupported" else status)
+
+
+def test_a_line_has_a_ratio_of_arraycomm_to_each_reference() -> None:
+    assert results.as_text(line_of()).splitlines() == [
+        "8 B of float32",
+        "  numpy: arraycomm, out=   3.00 µs      1.50 × mpi4py",
+        "  numpy: mpi4py            2.00 µs",
+    ]
+    rows = results.as_text(line_of(nbytes=64 << 10)).splitlines()
+    assert rows[0] == "64 KB of float32"
+    assert rows[1].endswith("   0.00300 ms   21.8 GB/s   1.50 × mpi4py")
+    report: Any = importlib.import_module("docs.studies.benchmarks.report")
+    (table,) = report.tables([line_of()], ranks=2)
     assert table.title == "float32, NumPy arrays, 2 ranks: µs per call"
     assert list(table.header)[-1] == "out= ÷ mpi4py"
     assert list(table.rows[0]) == ["8 B", "3.00", "2.00", "1.50"]
@@ -204,15 +226,16 @@ def test_wrong_arguments_are_refused(words: tuple[str, ...]) -> None:
         parse(*words)
 
 
-def test_the_command_line_survives_the_launcher() -> None:
-    words = ["latency", "--sizes", "8,64K,2m", "--dtypes", "int8", "--only", "out,gloo"]
-    arguments = parse(*words, "--frameworks", "numpy", "--json", "x.json", "--seconds", "0.5")
-    assert arguments.sizes == [8, 64 << 10, 2 << 20]
-    again = bench.command(arguments)
-    assert again[0] == "bench"
-    assert parse(*again[1:]) == arguments
-    arguments = parse("latency", "--device", "cuda", "--only", "out,nccl,torch-nccl,copy")
-    assert parse(*bench.command(arguments)[1:]) == arguments
+def test_sizes_and_modes_say_what_is_measured() -> None:
+    assert parse("--sizes", "8,64K,2m").sizes == [8, 64 << 10, 2 << 20]
+    for mode, sizes, latency, bandwidth in (
+        (None, [8, 64 << 10], [8], [64 << 10]),
+        ("latency", [8, 64 << 10], [8, 64 << 10], []),
+        ("trees", [8], [], []),
+    ):
+        for name, want in (("latency", latency), ("bandwidth", bandwidth)):
+            assert list(bench.sizes_of(name, mode, sizes)) == want
+    assert bench.sizes_of("latency", None, None)[0] == 8
 
 
 # Two runs
@@ -236,7 +259,7 @@ def test_two_runs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str
     after = [_stored(tmp_path / f"{took}.json", out=took * 1e-6) for took in (1, 3, 50)]
     files = [str(before), ",".join(map(str, after))]
     assert main(["bench", "--compare", *files]) == 0
-    rows = [line.rsplit(maxsplit=3) for line in capsys.readouterr().out.splitlines()[3:]]
+    rows = [line.rsplit(maxsplit=3) for line in capsys.readouterr().out.splitlines()[1:]]
     assert rows == [
         ["latency 8 B of float32, numpy, out", "2.00", "3.00", "1.50"],
         ["latency 8 B of float32, numpy, new", "1.00", "–", "–"],
@@ -268,6 +291,7 @@ def test_what_devices_do_not_have_is_refused(monkeypatch: pytest.MonkeyPatch) ->
         assert said == "" if has_cuda else "this PyTorch (2.13.0+cpu) has no CUDA" in said
     # CuPy is of devices alone.
     monkeypatch.setattr(bench, "installed", lambda name: True)
+    monkeypatch.setattr(cases, "installed", lambda name: True)
     assert "pass --device cuda" in bench.refusal(parse("--frameworks", "cupy"))
     assert bench.refusal(parse("--frameworks", "numpy")) == ""
 
@@ -287,7 +311,7 @@ TINY = ("--sizes", "8,64K", "--repeats", "2", "--seconds", "0.01")
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What the command gives where it launches its ranks itself."""
     pytest.importorskip("mpi4py")
     directory = tmp_path_factory.mktemp("bench")
@@ -295,42 +319,78 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     done = run_python(*command, "--json", "results.json", cwd=directory)
     assert done.returncode == 0, done.stdout + done.stderr
     loaded: dict[str, Any] = json.loads((directory / "results.json").read_text("utf-8"))
-    return {**loaded, "printed": done.stdout, "reported": done.stderr}
+    return {**loaded, "printed": done.stdout}
 
 
 @needs_mpiexec
-def test_each_line_is_reported_when_it_has_been_measured_and_printed_once(
-    results: dict[str, Any],
-) -> None:
-    found = re.findall(
-        r"^bench: (\d of 4: \d+ \S+ of \w+), \d+ s$", results["reported"], re.MULTILINE
-    )
-    sizes = ("1 of 4: 8 B", "2 of 4: 8 B", "3 of 4: 64 KB", "4 of 4: 64 KB")
-    assert found == [f"{size} of {('float32', 'bfloat16')[n % 2]}" for n, size in enumerate(sizes)]
-    for table in tables(results["lines"], results["ranks"]):
-        assert results["printed"].count(as_text(table)) == 1
+def test_each_line_is_printed_once(found: dict[str, Any]) -> None:
+    heads = re.findall(r"^(\d+ \S+) of (\w+)$", found["printed"], re.MULTILINE)
+    dtypes = ("float32", "bfloat16")
+    assert heads == [(size, dtype) for size in ("8 B", "64 KB") for dtype in dtypes]
+    for line in found["lines"]:
+        assert found["printed"].count(results.as_text(line)) == 1
 
 
 @needs_mpiexec
-def test_the_results_say_what_was_measured_where(results: dict[str, Any]) -> None:
-    assert (results["format"], results["ranks"]) == (FORMAT, 2)
-    assert results["mpi"]
-    assert results["machine"]["cores"] >= 1
-    assert {"python", "arraycomm", "numpy", "mpi4py"} <= results["versions"].keys()
-    assert results["command"][:3] == ["mpiexec", "-n", "2"]
+def test_the_results_say_what_was_measured_where(found: dict[str, Any]) -> None:
+    assert (found["format"], found["ranks"]) == (results.FORMAT, 2)
+    assert found["mpi"]
+    assert found["machine"]["cores"] >= 1
+    assert {"python", "arraycomm", "numpy", "mpi4py"} <= found["versions"].keys()
+    assert found["command"][:3] == ["mpiexec", "-n", "2"]
 
 
 @needs_mpiexec
 def test_every_contender_gives_the_right_result_or_says_that_it_cannot(
-    results: dict[str, Any],
+    found: dict[str, Any],
 ) -> None:
-    measured = [(line["mode"], line["nbytes"]) for line in results["lines"]]
+    measured = [(line["mode"], line["nbytes"]) for line in found["lines"]]
     assert measured == [("latency", 8)] * 2 + [("bandwidth", 64 << 10)] * 2
-    for line in results["lines"]:
+    for line in found["lines"]:
         for entry in line["contenders"]:
             unable = (entry["key"], line["dtype"]) == ("mpi4py", "bfloat16")
             assert entry["status"] == ("unsupported" if unable else "ok"), entry
             assert len(entry.get("samples", ())) == (0 if unable else line["repetitions"])
+
+
+@needs_mpiexec
+def test_trees_are_reduced_in_every_way(tmp_path: Path) -> None:
+    program = (
+        "import sys\n"
+        "from arraycomm.cli import main\n"
+        "from arraycomm.cli.bench.trees import TREES\n"
+        "TREES.clear()\n"
+        "TREES['small'] = ((3,), (2, 2), ())\n"
+        "sys.exit(main(['bench', 'trees', *sys.argv[1:]]))\n"
+    )
+    file = tmp_path / "trees.json"
+    done = run_python("-c", program, *TINY[2:], "--json", str(file), ranks=2)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (line,) = json.loads(file.read_text("utf-8"))["lines"]
+    assert (line["tree"], line["nbytes"]) == ("small", 32)
+    entries = [(entry["framework"], entry["key"]) for entry in line["contenders"]]
+    assert entries[:3] == [("numpy", "plan"), ("numpy", "tree"), ("numpy", "mpi4py")]
+    assert {entry["status"] for entry in line["contenders"]} == {"ok"}, line
+
+
+@needs_mpiexec
+def test_each_call_gives_what_mpi4py_gives(tmp_path: Path) -> None:
+    file = tmp_path / "calls.json"
+    words = ("bench", "latency", "--sizes", "8,4K", *TINY[2:], "--frameworks", "numpy")
+    done = run_python("-m", "arraycomm", *words, "--json", str(file), ranks=3)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [line for line in json.loads(file.read_text("utf-8"))["lines"] if "call" in line]
+    assert len(lines) == 32
+    for line in lines:
+        entries = [(entry["key"], entry["status"]) for entry in line["contenders"]]
+        assert entries == [("fresh", "ok"), ("mpi4py", "ok")], line
+    right = np.arange(3.0)
+    row = calls.Row("bcast", 24, lambda: {"a": right[::-1]}, list, {"a": right})
+    field: Any = Alone()
+    entries_of = {
+        key: results.enter(field, row, key, "numpy", row.way(key)) for key in ("fresh", "mpi4py")
+    }
+    assert [entry.status for entry in entries_of.values()] == ["wrong", "ok"]
 
 
 def test_pages_and_charts_are_what_the_figures_give() -> None:

@@ -11,6 +11,9 @@ import pytest
 
 import arraycomm as ac
 from arraycomm import cli
+from arraycomm.cli import launch
+from arraycomm.cli.bench import command
+from tests.support.launcher import needs_mpiexec
 
 COMMANDS = sorted(cli._COMMANDS)
 
@@ -60,7 +63,11 @@ def test_the_help_of_a_command_ends_with_an_example(
     ("words", "said"),
     [
         (["fly"], "arraycomm: argument command: invalid choice: 'fly'"),
-        (["bench", "--fast"], "arraycomm: unrecognized arguments: --fast"),
+        (
+            ["demo", "--ranks", "3"],
+            "arraycomm: demo was removed; clone the repository, and run `make",
+        ),
+        (["bench", "--fast"], "arraycomm bench: unrecognized arguments: --fast"),
         (["bench", "--ranks", "x"], "must be a positive integer; got 'x'; see: arraycomm bench"),
         (["bench", "--repeats", "0"], "must be a positive integer; got '0'; see: arraycomm bench"),
         (["bench", "--sizes", "1K,q"], "'q' is not a number of bytes"),
@@ -74,6 +81,38 @@ def test_a_wrong_word_is_named_in_one_line(
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert said in err
+
+
+def test_ctrl_c_ends_a_single_process_with_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: Any) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "launch", interrupted)
+    assert cli.main(["bench"]) == 130
+    assert capsys.readouterr().err == "\nbench: ended by Ctrl-C\n"
+
+
+@needs_mpiexec
+def test_the_status_of_the_ranks_reaches_the_caller_of_the_launcher(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    assert launch.launch(2, ["bench", "--sizes", "q"]) == 2
+    assert capfd.readouterr().err.count("'q' is not a number of bytes") == 2
+
+
+def test_without_a_launcher_it_says_how_to_get_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def missing(_: Any) -> Any:
+        raise ac.BackendUnavailableError("there is none")
+
+    monkeypatch.setattr(launch, "find_launcher", missing)
+    assert launch.launch(3, ["bench"], ", or sit down") == 127
+    assert "there is none; install one with: pip install 'arraycomm[mpich]', or sit" in (
+        capsys.readouterr().err
+    )
 
 
 def test_every_stream_will_do() -> None:

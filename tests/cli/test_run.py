@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import pytest
 
 from arraycomm import BackendUnavailableError
-from arraycomm._launch import launchers
+from arraycomm._launch import launchers, relay
 from arraycomm._launch.library import MPICH, OPEN_MPI, Library
 from arraycomm.cli import main
 from tests.support.launcher import is_open_mpi, needs_mpiexec, run_python
@@ -35,13 +36,14 @@ def bare_environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 @contextmanager
-def begun(program: str, **options: Any) -> Iterator[tuple[subprocess.Popen[str], IO[str]]]:
+def begun(
+    program: str, *words: str, before: Sequence[str] = (), **options: Any
+) -> Iterator[tuple[subprocess.Popen[str], IO[str]]]:
     """Run a program on two ranks; return the job, which ends with the block, and its output."""
-    command = [sys.executable, "-m", "arraycomm", "run", "-n", "2", "-c", program]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, **options) as job:
+    command = [*before, sys.executable, "-m", "arraycomm", "run", "-n", "2", *words, "-c", program]
+    with subprocess.Popen(command, text=True, **{"stdout": subprocess.PIPE, **options}) as job:
         try:
-            assert job.stdout is not None
-            yield job, job.stdout
+            yield job, cast("IO[str]", job.stdout)
         finally:
             job.kill()
 
@@ -82,9 +84,15 @@ class TestRanks:
         assert sorted(line[:5] for line in out.splitlines()) == ["[0] x", "[1] x"]
         assert {len(line) for line in out.splitlines()} == {300_004}
 
+    @pytest.mark.parametrize("connects", [True, False])
     def test_lines_of_ranks_that_print_at_once_never_mix(
-        self, capfd: pytest.CaptureFixture[str]
+        self, connects: bool, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
+        """Also if the launcher has to forward them, as from other hosts, where it breaks none."""
+        if not connects:
+            if is_open_mpi():
+                pytest.skip("Open MPI's launcher may break lines that it forwards")
+            monkeypatch.setattr(relay, "NAME", "/no/such/directory/{}")
         program = RANK + "[print('abcdef'[rank] * (1 + i * 7919 % 9000)) for i in range(200)]"
         expected = sorted(letter * (1 + i * 7919 % 9000) for i in range(200) for letter in "abcdef")
         assert main(["run", "-n", "6", "-c", program]) == 0
@@ -161,9 +169,45 @@ class TestRanks:
             assert (status, out) == (2, "")
             assert "run: --fault-tolerant needs Open MPI; got " in err
 
+    def test_an_mpi_that_is_asked_for_is_used_or_named(
+        self, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        own, other = ("openmpi", "mpich") if is_open_mpi() else ("mpich", "openmpi")
+        names = {"openmpi": "Open MPI", "mpich": "MPICH"}
+        program = "from mpi4py import MPI; print(MPI.get_vendor()[0])"
+        assert main(["run", "-n", "2", "--mpi", own, "-c", program]) == 0
+        assert capfd.readouterr().out == f"{names[own]}\n" * 2
+        assert main(["run", "-n", "2", "--mpi", other, "-c", program]) == 127
+        assert re.fullmatch(
+            "run: 2 ranks need an MPI and its launcher, but this Python loads no MPI "
+            r"\(cannot load MPI library\) that MPI4PY_LIBMPI names, which --mpi sets; without it, it "
+            rf"loads {names[own]} .*libmpi.so.*; install one with: pip install 'arraycomm\[{other}\]'\n",
+            capfd.readouterr().err,
+        )
+
+    def test_a_cleared_environment_is_enough(self) -> None:
+        command = ["-m", "arraycomm", "run", "-n", "2", "-c", "import arraycomm as ac; ac.init()"]
+        job = subprocess.run(
+            ["env", "-i", sys.executable, *command], capture_output=True, text=True, check=False
+        )
+        assert (job.returncode, job.stderr) == (0, "")
+
+    def test_ranks_that_all_start_on_one_of_several_nodes_are_said(
+        self, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("NHOSTS", "2")
+        assert main(["run", "-n", "2", "-c", "pass"]) == 0
+        assert capfd.readouterr().err == (
+            "run: all 2 ranks are on this node, one of 2 that the batch system gave; to use all, "
+            "start the program with srun, or with mpiexec and a list of hosts\n"
+        )
+
     @pytest.mark.parametrize(
         ("number", "status", "said"),
-        [(signal.SIGINT, 130, "\nrun: ended by Ctrl-C\n"), (signal.SIGKILL, -9, "")],
+        [
+            (signal.SIGINT, 130, "KeyboardInterrupt\n\nrun: ended by Ctrl-C\n"),
+            (signal.SIGKILL, -9, ""),
+        ],
         ids=["Ctrl-C", "SIGKILL"],
     )
     def test_a_signal_ends_all_ranks_at_once(self, number: int, status: int, said: str) -> None:
@@ -172,9 +216,104 @@ class TestRanks:
         with begun(program, stderr=subprocess.PIPE) as (job, out):
             ranks = [int(out.readline()) for _ in range(2)]
             job.send_signal(number)
-            assert job.communicate(timeout=60) == ("", said)
-        assert job.returncode == status
+            out_left, err = job.communicate(timeout=60)
+        assert (job.returncode, out_left, err[-len(said) :] if said else err) == (status, "", said)
         assert soon(lambda: not any(map(alive, ranks)))
+
+    @pytest.mark.parametrize(
+        ("number", "handler", "status", "said"),
+        [
+            # Rank 0 has no handler; rank 1 still has its time.
+            (signal.SIGTERM, "time.sleep(1.5), print('saved')", 143, "saved\n"),
+            # Rank 0 leaves without MPI's end, for which launchers would end the others.
+            (signal.SIGINT, "time.sleep(rank), print('saved'), os._exit(0)", 0, "saved\nsaved\n"),
+            (signal.SIGHUP, "os._exit(99)", 99, ""),
+            # Not this process is told to end: rank 0 fails, and rank 1 still has its time.
+            (0, "time.sleep(1.5), print('saved')", 3, "saved\nrun: rank 0 ended with status 3\n"),
+            (
+                signal.SIGTERM,
+                "None",
+                137,
+                "run: ranks 0, 1 had not ended 1 s after SIGTERM; for more",
+            ),
+        ],
+        ids=["time", "Ctrl-C", "status", "failure", "late"],
+    )
+    def test_ranks_have_time_to_act_on_a_signal_that_ends_them(
+        self, number: int, handler: str, status: int, said: str
+    ) -> None:
+        grace = 1 if handler == "None" else 10
+        which = "if rank: " if status in (143, 3) else ""
+        begins = "" if status else "from mpi4py import MPI"
+        program = RANK + (
+            f"import signal; ended = []; {begins}\n{which}signal.signal({number or 15:d}, lambda *_: ("
+            f"{handler}, ended.append({bool(which)})))\nprint('ready')\n"
+            f"if {number} == rank == 0: sys.exit(3)\nwhile not any(ended): time.sleep(0.01)"
+        )
+        with begun(program, "--grace", str(grace), stderr=subprocess.STDOUT) as (job, out):
+            assert [out.readline() for _ in range(2)] == ["ready\n"] * 2
+            if number:
+                job.send_signal(number)
+            assert job.communicate(timeout=60)[0].startswith(said)
+        assert job.returncode == status
+
+    def test_signal_that_is_ignored_stays_so(self, tmp_path: Path) -> None:
+        """As under nohup, and in the background of a script."""
+        program = (
+            "import os, time\nprint('there')\nwhile not os.path.exists('go'): time.sleep(0.01)"
+        )
+        ignoring = ("sh", "-c", 'trap "" HUP INT; exec "$@"', "sh")
+        with begun(program, before=ignoring, cwd=tmp_path) as (job, out):
+            assert [out.readline() for _ in range(2)] == ["there\n"] * 2
+            for number in (signal.SIGHUP, signal.SIGINT):
+                job.send_signal(number)
+            time.sleep(0.5)  # Longer than one wait for events.
+            (tmp_path / "go").touch()
+            assert job.communicate(timeout=60)[0] == ""
+        assert job.returncode == 0
+
+    @pytest.mark.parametrize("where", ["slow", "full", "unread", "logs"])
+    def test_output_that_cannot_be_written_ends_no_job(self, where: str, tmp_path: Path) -> None:
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        target: Any = writer
+        (tmp_path / "rank-0.log").symlink_to("/dev/full")
+        if where == "unread":
+            os.close(reader)
+        with open("/dev/full", "w") as full:
+            target = full if where == "full" else writer
+            options = ["--logs", str(tmp_path)] if where == "logs" else []
+            program = "for _ in range(3000): print('x' * 79)\nprint('end')"
+            with begun(program, *options, stdout=target, stderr=subprocess.PIPE) as (job, _):
+                os.close(writer)
+                said = b""
+                if where in ("slow", "logs"):
+                    time.sleep(0.5)  # The pipe is full.
+                    while chunk := os.read(reader, 1 << 14):
+                        said += chunk
+                        time.sleep(0.001)
+                err = job.communicate(timeout=60)[1]
+        assert (job.returncode, said.count(b"end\n")) == (0, 2 if said else 0)
+        name = {"logs": f"{tmp_path}/rank-0.log"}.get(where, "the standard output")
+        reason = "Broken pipe" if where == "unread" else "No space left on device"
+        lost = f"run: {name} cannot be written ({reason}); what ranks print there is lost\n"
+        assert err == ("" if where == "slow" else lost)
+        assert bool(said) is (where in ("slow", "logs"))
+        assert where != "logs" or (tmp_path / "rank-1.log").read_bytes().endswith(b"end\n")
+
+    def test_whatever_ranks_print_comes_whole(self, capfd: pytest.CaptureFixture[str]) -> None:
+        """Long lines, colours, bytes, what C prints, and the last words of one that dies."""
+        program = RANK + (
+            "import ctypes; print('\\33[3%dm' % rank + 'xy'[rank] * 1_000_000 + '\\33[m'); "
+            "libc = ctypes.CDLL(None); libc.puts(b'C' * 5000); libc.fflush(None); "
+            "time.sleep(0.3 * rank); os.write(2, b'last %d' % rank); os.kill(os.getpid(), 9)"
+        )
+        assert main(["run", "-n", "2", "-c", program]) == 137
+        out, err = capfd.readouterr()
+        lines = [f"\33[3{rank}m{'xy'[rank] * 1_000_000}\33[m" for rank in range(2)]
+        assert sorted(out.splitlines()) == sorted([*lines, "C" * 5000, "C" * 5000])
+        assert "last 0" in err
+        assert "last 1" in err
 
     def test_signals_for_the_programs_reach_each_once(self) -> None:
         """And Ctrl-Z stops them with this process."""
@@ -288,23 +427,45 @@ def test_each_launcher_gets_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> No
     assert set(ours.environment({})) > {"OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"}
 
 
+def test_batch_systems_say_how_many_nodes_there_are(tmp_path: Path) -> None:
+    hosts = tmp_path / "hosts"
+    hosts.write_text("a slots=2\na slots=2\nb\n\n")
+    cases: list[dict[str, str]] = [{"SLURM_JOB_NUM_NODES": "2"}, {"PBS_NODEFILE": str(hosts)}]
+    assert [launchers.nodes_of(case) for case in cases] == [2, 2]
+    assert [launchers.nodes_of(case) for case in ({}, {"PBS_NODEFILE": "/nowhere"})] == [1, 1]
+
+
 def test_the_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launchers, "cores", lambda: 16)
     assert [launchers.threads_for(n, {}) for n in (1, 3, 16, 40)] == [16, 5, 1, 1]
     assert launchers.threads_for(3, {"OMP_NUM_THREADS": "2,1"}) == 2
 
 
-def test_without_an_mpi_it_says_so() -> None:
-    program = (
-        "import os, sys; os.environ['MPI4PY_LIBMPI'] = '/nowhere/libmpi.so'\n"
-        "from arraycomm.cli import main; sys.exit(main(['run', '-n', '2', '-c', 'pass']))"
-    )
-    job = run_python("-c", program)
+def test_without_an_mpi_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mpi4py.py").write_text("raise ImportError('there is none')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    job = run_python("-m", "arraycomm", "run", "-n", "2", "-c", "pass")
     assert (job.returncode, job.stdout) == (127, "")
     assert job.stderr.startswith(
         "run: 2 ranks need an MPI and its launcher, but this Python loads no MPI ("
     )
     assert job.stderr.endswith("); install one with: pip install 'arraycomm[mpich]'\n")
+
+
+def test_the_mpich_of_debian_is_named(tmp_path: Path) -> None:
+    """Under its own name, under which mpi4py does not look for it."""
+    # Any library will do.
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    stand_in = next(line.split()[-1] for line in maps if "libm.so" in line)
+    (tmp_path / "libmpich.so.12").symlink_to(stand_in)
+    settings = {"LD_LIBRARY_PATH": str(tmp_path), "MPI4PY_LIBMPI": "/nowhere/libmpi.so"}
+    for words in ("-m arraycomm run -n 2 true", "-c import_arraycomm;arraycomm.init('mpi')"):
+        command = [sys.executable, *(word.replace("_", " ") for word in words.split())]
+        job = subprocess.run(
+            command, env=os.environ | settings, capture_output=True, text=True, check=False
+        )
+        assert "(cannot load MPI library; there is MPICH as " in job.stderr
+        assert "libmpi.so.12 alone: link it under that name into a directory of LD_" in job.stderr
 
 
 @needs_mpiexec
@@ -339,7 +500,11 @@ def test_init_refuses_the_launcher_of_another_mpi_each_time() -> None:
         (["x.py"], "arraycomm run: the following arguments are required: -n"),
         (["-n", "2"], "arraycomm run: the following arguments are required: program"),
         (["-n", "0", "x.py"], "argument -n/-np: must be a positive integer; got '0'"),
-        (["-n", "2", "--fast", "x.py"], "arraycomm: unrecognized arguments: --fast"),
+        (["-n", "2", "--fast", "x.py"], "arraycomm run: unrecognized arguments: --fast; see: "),
+        (["-n", "2", "--prefxi", "x.py"], "arguments: --prefxi; did you mean --prefix?; see: "),
+        (["-n", "2", "--pref", "x.py"], "arguments: --pref; did you mean --prefix?; see: "),
+        (["-n", "2", "--thread", "3", "x.py"], "arguments: --thread; did you mean --threads?; "),
+        (["-n", "2", "--grace", "-1", "x.py"], "--grace: must be a number of seconds; got '-1'"),
         (["-n", "2", "no_such.py"], "run: there is no file no_such.py in "),
         (["-n", "2", "no_such_command"], "run: there is no file and no command no_such_command"),
         (["-n2", "-m"], "run: -m must be followed by a module"),

@@ -15,7 +15,6 @@ import arraycomm as ac
 from arraycomm._communicator import Communicator
 from arraycomm._reduce import blocks
 from tests.support import internals
-from tests.support.layouts import OUTS
 from tests.support.on_ranks import each_rank_of
 
 Array = np.ndarray[Any, Any]
@@ -292,48 +291,6 @@ def test_bcast_and_objects_of_more_bytes_than_one_movement_takes(
 # Results --------------------------------------------------------------------------------------
 
 
-@each_rank_of(3)
-def test_out_of_any_layout(comm: Communicator, name) -> None:
-    """And what is made without one is aligned for the frameworks."""
-    for length in (4, 9_001):
-        arrays, counts = inputs(name, comm.size, length)
-        want = expected(name, arrays, counts, comm.rank, 2)
-        made = call(comm, name, arrays[comm.rank], counts[comm.rank], 2)
-        assert made is None or made.ctypes.data % 64 == 0
-        for kind, make in OUTS.items():
-            out = None if want is None else make(want)
-            got = call(comm, name, arrays[comm.rank], counts[comm.rank], 2, out=out)
-            assert got is out, kind
-            assert same(got, want), kind
-
-
-@each_rank_of("few")
-def test_out_may_be_the_input_or_overlap_it(comm: Communicator) -> None:
-    for name, length in product(("alltoall", "alltoallv"), (2, 9_000)):
-        rows = comm.size * length
-        memory = values(np.int32, rows + 3, comm.rank)
-        counts = [length] * comm.size
-        shape = (comm.size, length) if name == "alltoall" else (rows,)
-        want = call(comm, name, memory[:rows].reshape(shape).copy(), counts)
-        for start in (0, 1, 3):
-            both = memory.copy()
-            out = both[start : start + rows].reshape(shape)
-            assert call(comm, name, both[:rows].reshape(shape), counts, out=out) is out
-            assert same(out, want), (name, length, start)
-
-
-@each_rank_of(3)
-def test_out_may_be_the_input_of_the_only_rank_that_has_rows(comm: Communicator) -> None:
-    for name, length, full in product(UNEVEN, (2, 9_000), range(comm.size)):
-        x = values(np.int32, length if comm.rank == full else 0, full)
-        counts = [len(x) if r == full else 0 for r in range(comm.size)]
-        out = x if comm.rank == full else None
-        got = call(comm, name, x, counts, full, out=out)
-        assert out is None or got is out
-        if comm.rank == full:
-            assert same(got, values(np.int32, length, full)), (name, length)
-
-
 @each_rank_of(1)
 def test_on_one_rank_input_and_output_may_be_one_memory(comm: Communicator) -> None:
     for name, length in product(MOVEMENTS, (2, 9_000)):
@@ -343,22 +300,6 @@ def test_on_one_rank_input_and_output_may_be_one_memory(comm: Communicator) -> N
         out = x[0] if name == "scatter" else x
         assert call(comm, name, source, [1], out=out) is out
         assert same(x, want), (name, length)
-
-
-@each_rank_of("few")
-def test_out_may_hold_the_part_that_is_sent(comm: Communicator) -> None:
-    """As `MPI_IN_PLACE` has it: a rank's own row stands in the memory of the result already."""
-    for length in (2, 9_000):
-        whole = np.stack([values(np.int32, length, r) for r in range(comm.size)])
-        for collect in (comm.allgather, comm.gather):
-            out = np.zeros_like(whole)
-            out[comm.rank] = whole[comm.rank]
-            got = collect(out[comm.rank], out=out)
-            assert got is None or same(got, whole)
-        shared = whole.copy()
-        got = comm.scatter(shared if comm.rank == 0 else None, out=shared[comm.rank])
-        assert same(got, whole[comm.rank])
-        assert same(shared, whole)
 
 
 # Frameworks -----------------------------------------------------------------------------------

@@ -52,8 +52,10 @@ def test_probe_names_a_message_and_leaves_it(comm: Communicator) -> None:
     for source, tag in ((left, 9), (ANY_SOURCE, 7)):
         found = comm.probe(source, tag)
         assert (found.source, found.tag) == (left, 7 if tag == 7 else 9)
+        assert found.nbytes is found.shape is found.dtype is None
     while (found := comm.iprobe(ANY_SOURCE, ANY_TAG)) is None:
         time.sleep(1e-3)
+    assert found.nbytes is None
     # A receive that waits takes its message; a probe does not see that one.
     receiving = comm.irecv(left, 7)
     receiving.wait()

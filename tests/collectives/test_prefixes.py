@@ -15,7 +15,6 @@ from arraycomm._communicator import Communicator
 from arraycomm._dtypes import BY_NAME
 from arraycomm._reduce import blocks, selection
 from tests.support import internals
-from tests.support.layouts import OUTS
 from tests.support.on_ranks import each_rank_of
 from tests.support.oracle import expected, same_bits, same_result, sample
 
@@ -112,34 +111,6 @@ def test_subnormal_numbers_are_kept_in_threads_that_flush_them(comm: Communicato
             torch.set_flush_denormal(False)
         assert same(got, want(name, [x] * comm.size, comm.rank, "sum"), "sum")
         assert got is None or (got != 0).all()
-
-
-@each_rank_of("few")
-def test_out_of_any_layout(comm: Communicator) -> None:
-    for name, kind, count in product(PARTS, OUTS, (3, 9_000)):
-        arrays = inputs(np.float32, comm.size, count)
-        right = want(name, arrays, comm.rank, "sum")
-        out = None if right is None else OUTS[kind](right)
-        got = getattr(comm, name)(arrays[comm.rank], out=out)
-        assert got is out
-        assert same(None if out is None else out.copy(), right, "sum"), (name, kind, count)
-
-
-@each_rank_of("few")
-def test_out_may_be_the_input_or_overlap_it(comm: Communicator, name, monkeypatch) -> None:
-    monkeypatch.setattr(selection, "CHUNK_BYTES", 20_000)
-    for count, start in product((3, 9_000), (0, 1, 3)):
-        total = comm.size * count
-        memory = sample(np.dtype(np.float32), total + 3, comm.rank)
-        right = getattr(comm, name)(memory[:total].reshape(comm.size, count).copy())
-        length = total if right is None else right.size
-        both = memory.copy()
-        x = both[:total].reshape(comm.size, count)
-        out = both[start : start + length]
-        out = out if right is None else out.reshape(right.shape)
-        got = getattr(comm, name)(x, out=out)
-        assert right is None or got is out
-        assert same(got, right, "sum"), (count, start)
 
 
 @each_rank_of(3)

@@ -13,6 +13,7 @@ import pytest
 import arraycomm as ac
 from arraycomm._reduce import chunks, selection
 from arraycomm._transports.base import Transport
+from arraycomm.testing import run
 from tests.support import internals
 from tests.support.layouts import LAYOUTS
 from tests.support.on_ranks import OnRanks, each_rank_of
@@ -276,3 +277,112 @@ def test_tensors_inside_of_a_transform_are_refused_also_later(comm: ac.Communica
         with pytest.raises(TypeError, match=r"traced by torch\.func"):
             transform(loss)(x)
         comm.barrier()
+
+
+# What the root of a call has from call to call: the others know nothing of it.
+ROOTS: dict[str, Callable[[Any], Any]] = {
+    "the same": lambda x: x,
+    "longer": lambda x: np.repeat(x, 2),
+    "shape": lambda x: x.reshape(2, -1),
+    "dtype": lambda x: x.astype(np.float32),
+    "of one size": lambda x: x.view(np.int64),
+    "large": lambda x: np.resize(x, 3 * COUNT),
+    "described": lambda x: x.astype("M8[s]"),
+    "sliced": lambda x: np.repeat(x, 2)[::2],
+    "torch": lambda x: pytest.importorskip("torch").from_numpy(x),
+}
+
+
+@pytest.mark.parametrize("kind", ROOTS)
+@pytest.mark.parametrize("name", ["bcast", "scatter"])
+@each_rank_of(3)
+def test_the_root_may_have_another_array_in_each_call(
+    comm: ac.Communicator, name: str, kind: str
+) -> None:
+    """Ranks that pass None have prepared their next call by what the root had."""
+    for turn, changed in enumerate((False, False, True, True, False, True)):
+        x = np.arange(12.0) + turn
+        whole = ROOTS[kind](x) if changed else x
+        if name == "scatter":
+            whole = whole.reshape(3, -1) if whole.shape[0] != 2 else whole.reshape(3, 2, -1)
+        got = getattr(comm, name)(whole if comm.rank == 1 else None, 1)
+        want = np.asarray(whole if name == "bcast" else whole[comm.rank])
+        assert np.asarray(got).dtype == want.dtype
+        np.testing.assert_array_equal(np.asarray(got), want)
+        if name == "bcast":
+            assert type(got) is type(whole)
+
+
+@each_rank_of(3)
+def test_what_the_others_pass_may_change_from_call_to_call(comm: ac.Communicator) -> None:
+    x = np.arange(4.0)
+    for turn in range(8):
+        mine, out = x + turn, np.zeros(4)
+        prototype, into = [(None, None), (x, None), (None, out), (np.zeros(4), out)][turn % 4]
+        if comm.rank == 0:
+            got = comm.bcast(mine)
+        elif comm.rank == 1:
+            got = comm.bcast(prototype, out=into)
+            assert into is None or got is into
+        else:
+            got = comm.bcast()
+        np.testing.assert_array_equal(got, mine)
+    for wrong in (np.zeros(5), np.zeros(4, np.float32)):
+        other = comm.dup()
+        for _ in range(3):
+            other.bcast(x if comm.rank == 0 else None)
+        with pytest.raises(ac.MismatchError):
+            other.bcast(x if comm.rank == 0 else wrong if comm.rank == 1 else None)
+
+
+# Each of the calls that are prepared, with what another rank may do instead.
+ANOTHER: dict[str, Callable[[ac.Communicator, Any], Any]] = {
+    "barrier": lambda comm, x: comm.barrier(),
+    "bcast": lambda comm, x: comm.bcast(x),
+    "bcast of another root": lambda comm, x: comm.bcast(x, 1),
+    "reduce": lambda comm, x: comm.reduce(x),
+    "reduce of another op": lambda comm, x: comm.reduce(x, "max"),
+    "allgather": lambda comm, x: comm.allgather(x),
+    "gather": lambda comm, x: comm.gather(x),
+    "scatter": lambda comm, x: comm.scatter(x if comm.rank == 0 else None),
+    "alltoall": lambda comm, x: comm.alltoall(x),
+    "reduce_scatter": lambda comm, x: comm.reduce_scatter(x),
+    "scan": lambda comm, x: comm.scan(x),
+    "exscan": lambda comm, x: comm.exscan(x),
+    "object": lambda comm, x: comm.bcast_object("text"),
+    "error": lambda comm, x: comm.allgather(object()),
+}
+
+
+@pytest.mark.parametrize("name", [name for name in ANOTHER if name not in ("object", "error")])
+@each_rank_of(3)
+def test_a_prepared_call_beside_another_raises_on_all(comm: ac.Communicator, name: str) -> None:
+    x, said = np.ones((3, 2)), set()
+    for other in ANOTHER:
+        if other == name:
+            continue
+        trial = comm.dup()
+        for _ in range(3):
+            ANOTHER[name](trial, x)
+        with pytest.raises((ac.ArrayCommError, TypeError)) as caught:
+            ANOTHER[other if comm.rank == 2 else name](trial, x)
+        expected = ac.PeerError if other == "error" else ac.MismatchError
+        assert isinstance(
+            caught.value, TypeError if other == "error" and comm.rank == 2 else expected
+        )
+        said.add(str(caught.value))
+        if other == "error":
+            # All are in step, and go on.
+            ANOTHER[name](trial, x)
+        trial.free()
+    assert len(said) == len(ANOTHER) - 1
+
+
+def test_root_that_equals_one_before_is_checked_all_the_same() -> None:
+    def check(comm: ac.Communicator) -> None:
+        for _ in range(4):
+            comm.bcast(np.ones(3), root=1)
+        with pytest.raises(TypeError, match="root must be an integer"):
+            comm.bcast(np.ones(3), root=1.0)  # type: ignore[arg-type]
+
+    run(2, check)

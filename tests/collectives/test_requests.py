@@ -126,6 +126,33 @@ def test_requests_progress_while_the_caller_does_something_else(comm: Communicat
     comm.barrier()
 
 
+@pytest.mark.parametrize("begin", ["iallreduce", "irecv"])
+@each_rank_of(3)
+def test_thread_that_fails_ends_the_communicator_on_every_rank(
+    comm: Communicator, begin: str
+) -> None:
+    other = comm.dup()
+    if comm.rank:
+        comm.barrier()
+        with pytest.raises(ac.PeerError, match="OverflowError: planted"):
+            other.allreduce(1)
+        comm.barrier()
+        return
+    internals.fail_in_progress_thread(other, OverflowError("planted"))
+    request = other.irecv(1) if begin == "irecv" else other.iallreduce(np.ones(3))
+    said = (
+        "the thread that makes progress on requests must not fail; it raised OverflowError: planted; "
+        r"go on with another communicator, for example one that dup\(\) made before"
+    )
+    with pytest.raises(ac.TransportError, match=said):
+        request.wait()
+    with pytest.raises(ac.CommunicatorClosedError, match="must not fail"):
+        other.allreduce(1)
+    comm.barrier()
+    # Until they have seen it, nobody leaves.
+    comm.barrier()
+
+
 @each_rank_of("few")
 def test_error_of_an_argument_is_raised_by_wait(comm: Communicator) -> None:
     request = comm.iallreduce(np.ones(3) if comm.rank else "no")

@@ -38,7 +38,6 @@ CALLS: dict[str, Call] = {
     "allgather_object": lambda c, t: c.allgather_object({}, timeout=t),
     "gather_object": lambda c, t: c.gather_object({}, timeout=t),
     "plan": lambda c, t: c.plan([1.0], timeout=t),
-    "empty": lambda c, t: c.empty(3, float, timeout=t),
     "send": lambda c, t: c.send(np.ones(30_000), 1 - c.rank, timeout=t),
     "recv": lambda c, t: c.recv(1 - c.rank, timeout=t),
     "send_object": lambda c, t: c.send_object(b"x" * 300_000, 1 - c.rank, timeout=t),

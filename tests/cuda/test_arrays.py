@@ -506,6 +506,22 @@ def test_a_malformed_array_interface_is_refused(
     assert str(caught.value).startswith(("x.", "dtype "))
 
 
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ({"requires_grad": True}, "gradient would be lost"),
+        ({"__array_ufunc__": lambda *_: None}, "arithmetic of its own"),
+    ],
+    ids=["gradient", "arithmetic"],
+)
+def test_what_memory_does_not_say_is_not_lost_on_devices(placed, memory, said, words) -> None:
+    kind = type("Other", (Interface,), said)
+    with pytest.raises(TypeError, match=words):
+        arrays.device_view(kind(some(float)), "x", memory)
+    with pytest.raises(TypeError, match=words):
+        arrays.view_out(kind(some(float)), (3, 4), np.dtype(float), memory)
+
+
 def test_a_malformed_object_is_on_no_device(cupy: Any) -> None:
     class Wrong:
         __cuda_array_interface__ = 3

@@ -143,7 +143,11 @@ class TestChoice:
             assert os.environ["NCCL_HOSTID"] == "before"
             patch.delenv("NCCL_HOSTID")
             assert _choose(shared)[0] == "the link of NCCL"
-            assert os.environ.pop("NCCL_HOSTID", "").count(str(os.getpid())) == hosts
+            first = os.environ.pop("NCCL_HOSTID", "")
+            assert bool(first) == bool(hosts)
+            # Ranks in PID namespaces of their own may have one number, and one host's name.
+            assert _choose(shared)[0] == "the link of NCCL"
+            assert os.environ.pop("NCCL_HOSTID", "") != first or not hosts
 
     def test_reason_names_a_rank_that_stands_in_the_way(self, capable: pytest.MonkeyPatch) -> None:
         link, reason = _choose(_offers(nccl="no libnccl.so.2"))

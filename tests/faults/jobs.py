@@ -167,7 +167,9 @@ def _left_files(began: float, patience: float = 60.0) -> int:
 
 
 def _shared_files() -> list[Path]:
-    return [path for folder in dict.fromkeys(_SHARED) for path in folder.glob(_FILES)]
+    """Return the files of that name; directories of it are of other programs."""
+    found = [path for folder in dict.fromkeys(_SHARED) for path in folder.glob(_FILES)]
+    return [path for path in found if not path.is_dir()]
 
 
 def _is_newer(path: Path, began: float) -> bool:

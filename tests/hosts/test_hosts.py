@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -117,6 +118,26 @@ def _run_tests(made: Hosts, each: int, chosen: str) -> None:
     out = _output(made, job)
     assert job.returncode == 0, out
     assert " passed" in out, out
+
+
+# An interpreter in a container of its own: with other numbers of processes, and another /dev/shm.
+_CONTAINER: Final = """#!/bin/sh
+exec unshare --pid --fork --kill-child --mount-proc --mount sh -c 'mount -t tmpfs tmpfs /dev/shm; exec "$0" "$@"' {python} "$@"
+"""
+
+
+@pytest.mark.each_mpi
+def test_results_are_right_if_each_rank_of_two_hosts_has_a_container(
+    two: Hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python = tmp_path / "python"
+    python.write_text(_CONTAINER.format(python=sys.executable), encoding="utf-8")
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    job = two.start(2, "-m", "tests.session.namespaces", PYTHONPATH=str(ROOT))
+    out = _output(two, job)
+    assert job.returncode == 0, out
+    assert out.split().count("right") == 4, out
 
 
 @pytest.mark.each_mpi

@@ -25,6 +25,8 @@ static void fill(int64_t *header, int64_t *payload, int rank, int64_t step)
     for (int word = 0; word < WORDS; ++word) payload[word] = 1000 * step + 10 * rank + word;
 }
 
+static const int64_t usual[RANKS] = {7, 7, 7};
+
 static void *play(void *number)
 {
     const int rank = (int)(intptr_t)number;
@@ -39,7 +41,7 @@ static void *play(void *number)
             while (!wait_aside(&slots, step, now, now + 1000000000, &woken)) continue;
         }
         while (!all_posted(&slots, step, 100) && !wait_for_all(&slots, step, clock_now() + 100000)) continue;
-        if (same_digests(&slots, step) != (step % DIFFERING != 0)) fail("digests", rank, step);
+        if (headers_begin(&slots, step, (const char *)usual, 8) != (step % DIFFERING != 0)) fail("headers", rank, step);
         for (int other = 0; other < RANKS; ++other) {
             fill(header, payload, other, step);
             if (memcmp(slot_of(&slots, step, other) + PAYLOAD, payload, sizeof(payload))) fail("payload", rank, step);

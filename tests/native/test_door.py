@@ -52,3 +52,14 @@ def test_without_a_native_part_python_does_it_unless_that_is_refused(setting, mo
     )
     wanted = {"": None, "0": None, "1": missing}
     assert _found() == wanted.get(setting, "ARRAYCOMM_NATIVE must be 0, 1 or empty; got 'yes'")
+
+
+def test_part_in_c_for_another_python_is_not_used(monkeypatch) -> None:
+    """Python without the GIL finds a build for one with it, whose module it cannot make."""
+
+    def refuse(_: str) -> None:
+        raise SystemError("init function of compiled returned uninitialized object")
+
+    monkeypatch.setenv("ARRAYCOMM_NATIVE", "")
+    monkeypatch.setattr("importlib.import_module", refuse)
+    assert _native.load() is None

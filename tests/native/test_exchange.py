@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import arraycomm as ac
-from arraycomm._collectives.fast_path import SmallAllreduce
+from arraycomm._collectives.fast_path import SmallCall
 from arraycomm._communicator import Communicator
 from arraycomm._native import compiled
 from arraycomm._transports.threads import Group, make_group
@@ -94,7 +94,7 @@ def test_a_reduction_with_a_note_is_none_without(comm: Communicator) -> None:
 def test_a_repeated_reduction_needs_no_python(in_python: mock.Mock) -> None:
     comm = _single()
     x, out = np.ones(4, np.float32), np.empty(4, np.float32)
-    with mock.patch.object(SmallAllreduce, "__call__", side_effect=AssertionError):
+    with mock.patch.object(SmallCall, "__call__", side_effect=AssertionError):
         for _ in range(5):
             comm.allreduce(x, out=out)
     assert in_python.call_count == 1
@@ -218,10 +218,13 @@ def test_slots_have_to_be_those_of_a_control_channel() -> None:
         "size": 2,
         "slot": 256,
         "header": bytes(120),
-        "nbytes": 8,
+        "headers": bytes(16),
+        "takes": ((1,), 8),
+        "gives": ((1,), 8),
+        "ranks": (0, 2),
+        "place": 0,
         "fold": compiled.find_fold("sum", "float64"),
         "dtype": np.dtype(float),
-        "shape": (1,),
         "control": compiled.Counts(),
         "queue": [],
         "turn": turn,
@@ -231,8 +234,14 @@ def test_slots_have_to_be_those_of_a_control_channel() -> None:
     compiled.Exchange(**usual)
     for wrong in (
         *({"rank": 2}, {"rank": -1}, {"size": 0}, {"size": 3}, {"slot": 255}, {"slot": 128}),
-        *({"header": bytes(119)}, {"nbytes": -8}, {"nbytes": 7}, {"nbytes": 136}),
-        *({"fold": -1}, {"fold": 10_000}, {"memory": memory[1:-7]}),
+        *({"header": bytes(119)}, {"takes": ((1,), -8)}, {"takes": ((1,), 136)}),
+        *({"headers": bytes(n)} for n in (0, 15, 17, 242)),
+        *({"gives": ((1,), n)} for n in (-8, 7, 136)),
+        *({"ranks": each} for each in ((-1, 1), (0, 3), (2, 1))),
+        *({"place": -8}, {"place": 128}),
+        # What is not folded is as long as the parts of all ranks.
+        {"fold": -1, "gives": ((1,), 9)},
+        *({"fold": -2}, {"fold": 10_000}, {"memory": memory[1:-7]}),
     ):
         with pytest.raises(ValueError, match="not as the control channel has them"):
             compiled.Exchange(**{**usual, **wrong})

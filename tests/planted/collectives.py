@@ -14,7 +14,6 @@ _REDUCTIONS: Final = "arraycomm/_collectives/reductions.py"
 _MOVEMENTS: Final = "arraycomm/_collectives/movements.py"
 _UNEVEN: Final = "arraycomm/_collectives/uneven.py"
 _FUNCTIONS: Final = "arraycomm/_collectives/function_reductions.py"
-_SHARED: Final = "arraycomm/_collectives/shared_arrays.py"
 _FAST: Final = "arraycomm/_collectives/fast_path.py"
 _PLACEMENT: Final = "arraycomm/_calls/placement.py"
 
@@ -117,22 +116,6 @@ ALGORITHMS: Final = (
         "        link.fold(op, dtype, rows, into)\n",
         "        link.fold(op, dtype, rows[:-1], into)\n",
         ("way_does_not_matter",),
-    ),
-    Fault(
-        "places not compared: "
-        "arrays of one block of shared memory are reduced there, wherever in it they lie on each rank",
-        _SHARED,
-        "return digest(found, into)",
-        "return digest(found[0], into and into[0])",
-        ("arrays_in_shared_memory_give_the_same_bits",),
-    ),
-    Fault(
-        "slice kept from the last rank: "
-        "a slice folded in shared memory is written to all ranks but the last",
-        _SHARED,
-        "        outs = blocks.rows(target)",
-        "        outs = blocks.rows(target)[: link.size - 1 or 1]",
-        ("arrays_in_shared_memory_give_the_same_bits",),
     ),
     Fault(
         "last rank skipped in one slice: rank 0 folds its slice without the last rank's",
@@ -324,11 +307,28 @@ ARRAYS: Final = (
         ("numbers_come_back_as_their_type",),
     ),
     Fault(
+        "wrong part in calls that repeat: `scatter` and `alltoall` give each rank the first row",
+        _FAST,
+        "            place=share.part * part,",
+        "            place=0,",
+        ("calls_that_repeat_give_what_they_give_once",),
+        compiled=True,
+    ),
+    Fault(
         "out not filled: a second result for an `out` of torch that is not contiguous is lost",
         _FAST,
-        "        into.array[...] = target",
-        "        pass",
+        "    into.array[...] = elements",
+        "    pass",
         ("out_gets_the_result_and_its_neighbours_nothing",),
+        frameworks=True,
+        compiled=True,
+    ),
+    Fault(
+        "request of another library: a request that repeats ends with an array of NumPy's",
+        _FAST,
+        "            return target if deliver is None else deliver()",
+        "            return target",
+        ("requests_that_repeat_give_what_blocking_calls_give",),
         frameworks=True,
         compiled=True,
     ),
@@ -344,9 +344,8 @@ ARRAYS: Final = (
     Fault(
         "result is the argument: from the second call on, torch's tensors are reduced in place",
         _FAST,
-        "        target = allocate_like(self._shape, self._dtype, source)\n"
-        "        if not self._reduce(source.array, target):",
-        "        target = source.array\n        if not self._reduce(source.array, target):",
+        "        target = allocate_like(gets.shape, gets.dtype, source)",
+        "        target = own",
         ("results_are_nobody_elses", "input_is_not_modified"),
         frameworks=True,
         compiled=True,
@@ -409,8 +408,8 @@ MESSAGES: Final = (
     Fault(
         "finished too early: `Request.test` says yes before the result is there",
         "arraycomm/_calls/requests.py",
-        "        return self._task.finished\n\n    def give_up",
-        "        return True\n\n    def give_up",
+        "        return finished\n",
+        "        return True\n",
         ("finished_requests_are_finished",),
     ),
     Fault(
@@ -453,15 +452,15 @@ MESSAGES: Final = (
     Fault(
         "second request lost: of several requests, the one that was started last is made first",
         "arraycomm/_protocol/engine.py",
-        "        self.queue.append(task)\n        return self._begin(task)",
-        "        self.queue.insert(1, task)\n        return self._begin(task)",
+        "            self.queue.append(task)\n            return self._begin(task)",
+        "            self.queue.insert(1, task)\n            return self._begin(task)",
         ("requests_give_what_blocking_calls_give",),
     ),
     Fault(
         "request of the wrong root: `igather` collects on rank 0",
         "arraycomm/_collectives/nonblocking.py",
-        "        return self._runner.start(Gather, x, root, out)",
-        "        return self._runner.start(Gather, x, 0, out)",
+        "        return start(self._runner, Gather, x, (root,), out)",
+        "        return start(self._runner, Gather, x, (0,), out)",
         ("every_request_gives_what_its_blocking_call_gives",),
     ),
     Fault(

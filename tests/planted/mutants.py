@@ -59,7 +59,6 @@ EQUIVALENT: Final[dict[str, str]] = {
     "self._streams, self._tried = past < through, {}": "both ways take as long",
     "for path, count in zip(flat.paths, flatten(counts).leaves, strict=False):": "of one length",
     "if last is not None and not (link.overlaps and number + (1 + 1) < count):": "folded sooner",
-    "memory, native = yield from share(transport, nbytes if nbytes < node_bytes() else 0)": "unshared",
     "if done <= end:": "an empty part more",
     "if payload < 0 and nbytes < GATHER_BYTES // link.size": "both ways give the same",
     "if done <= own.stop:": "an empty part more",

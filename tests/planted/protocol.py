@@ -45,9 +45,9 @@ HEADERS: Final = (
     ),
     Fault(
         "ties compared: trees differ if leaves are one object on some ranks only",
-        "arraycomm/_trees/leaves.py",
-        "        return ((STRUCTURE, self.flat.structure),)",
-        '        return ("ties", len(set(map(id, self.flat.leaves)))), (STRUCTURE, self.flat.structure)',
+        "arraycomm/_trees/pytrees.py",
+        "            return ((STRUCTURE, self.structure),)",
+        '            return (STRUCTURE, self.structure), ("ties", len(set(map(id, self.leaves))))',
         ("ties_are_each_ranks_own_matter",),
     ),
     Fault(
@@ -71,6 +71,20 @@ HEADERS: Final = (
         "    in_step = verdict is _Verdict.RAISING\n",
         "    in_step = False\n",
         _WRONG,
+    ),
+    Fault(
+        "step stays posted: others complete a step that a rank gives up",
+        "arraycomm/_transports/control.py",
+        "        if not taken and own[0] != _WITHDRAWN:",
+        "        if own[0] == _WITHDRAWN:",
+        ("a_step_that_one_rank_gives_up_ends_alike_on_all",),
+    ),
+    Fault(
+        "interrupted step stays posted: others complete a step in which a rank is interrupted",
+        "arraycomm/_protocol/group.py",
+        "        self.control.withdraw()\n",
+        "",
+        ("a_call_that_begins_after_another_rank_gave_up_raises",),
     ),
     Fault(
         "large number wraps: a Python integer beyond 64 bits is taken modulo 2^64",

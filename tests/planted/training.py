@@ -335,4 +335,12 @@ JAX: Final = (
         run=_JAX,
         frameworks=True,
     ),
+    Fault(
+        "gradients set aside: an ended pass of torch leaves what had been reduced where it has set it",
+        f"{_ADAPTERS}/torch/_hooks.py",
+        "            self._parameters.slots[number].show_whole(parameter, at_once=at_once)",
+        "            pass",
+        ("gradients_and_training_are_those_of_torch_alone",),
+        frameworks=True,
+    ),
 )

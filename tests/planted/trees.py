@@ -136,16 +136,16 @@ TREES: Final = (
     Fault(
         "containers changed: a list comes back as a tuple",
         _SYNCHRONIZE,
-        "        return self._flat.rebuild(tied(leaves, results[: len(leaves)]))",
-        "        rebuilt = self._flat.rebuild(tied(leaves, results[: len(leaves)]))\n"
+        "        return self._flat.rebuild(tied(leaves, results[: len(leaves)]), held)",
+        "        rebuilt = self._flat.rebuild(tied(leaves, results[: len(leaves)]), held)\n"
         "        return tuple(rebuilt) if type(rebuilt) is list else rebuilt",
         ("synchronize_gives_all_the_values_of_root",),
     ),
     Fault(
         "generator copied: a random generator is replaced by a copy",
-        "arraycomm/_trees/pytrees.py",
-        "        return _Node([], [], lambda _: leaf, stayed=[(path, leaf)])",
-        "        import copy\n\n        return _Node([], [], lambda _: copy.copy(leaf))",
+        "arraycomm/_trees/nodes.py",
+        "        return Node([], [], lambda _: leaf, stayed=[(path, leaf)])",
+        "        return Node([], [], lambda _: copy.copy(leaf))",
         ("synchronize_leaves_functions_and_generators_alone",),
     ),
     Fault(
@@ -173,8 +173,22 @@ TREES: Final = (
     Fault(
         "keys as they come: the keys of a dict are in the order in which a rank has put them in",
         "arraycomm/_trees/pytrees.py",
-        "type(tree) in (dict, defaultdict) and not are_plain(tree)",
-        "False",
+        "    other_keys = spec.type in (dict, defaultdict) and not are_plain(spec.entries())",
+        "    other_keys = False",
         ("keys_come_in_one_order_whatever_that_of_their_insertion",),
+    ),
+    Fault(
+        "held things by text: what containers hold is the same if it prints the same",
+        "arraycomm/_trees/static.py",
+        "            return _short(repr(value), value)",
+        "            return _short(str(value), value)",
+        ("what_containers_hold_is_compared_and_sent",),
+    ),
+    Fault(
+        "held things kept: `synchronize` leaves each rank what its containers hold",
+        _SYNCHRONIZE,
+        "            held[number] = taken_over(held[number], value)",
+        "            pass",
+        ("what_containers_hold_is_compared_and_sent",),
     ),
 )

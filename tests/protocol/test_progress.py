@@ -34,7 +34,7 @@ class Outstanding:
     def __init__(self) -> None:
         self.programs: list[Any] = []
         self.threads: list[threading.Thread] = []
-        self.progress = ProgressThread(self.advance, lambda: list(self.programs))
+        self.progress = ProgressThread(self.advance, lambda: list(self.programs), pytest.fail)
 
     def advance(self, _: int) -> None:
         if threading.current_thread() not in self.threads:
@@ -81,6 +81,22 @@ def test_thread_that_is_about_to_end_takes_a_program_all_the_same(
     wait_until(lambda: not any(thread.is_alive() for thread in outstanding.threads))
 
 
+def test_thread_leaves_alone_what_a_caller_takes_over_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(progress, "_GLANCE", 0.5)
+    outstanding = Outstanding()
+    outstanding.programs.append(Program(time.monotonic()))
+    for _ in range(30):
+        outstanding.progress.start()
+        time.sleep(0.02)
+        outstanding.progress.take_over()
+    assert not outstanding.threads
+    outstanding.progress.start()
+    wait_until(lambda: not outstanding.programs)
+    outstanding.progress.join(LIMIT)
+
+
 # While the only program waits for late ranks in shared memory, the thread does without the GIL.
 
 needs_native = pytest.mark.skipif(compiled is None, reason="needs the native part")
@@ -97,7 +113,9 @@ class Waiting:
         self.controls[0].post(0)
         self.waiting, self.since = self.controls[0], time.monotonic()
         self.looks, self.ended = 0, False
-        self.progress = ProgressThread(self.advance, lambda: [] if self.ended else [self])
+        self.progress = ProgressThread(
+            self.advance, lambda: [] if self.ended else [self], pytest.fail
+        )
         self.progress.start()
 
     def advance(self, _: int) -> None:
@@ -132,9 +150,9 @@ def test_thread_looks_around_if_there_is_more_to_do(monkeypatch: pytest.MonkeyPa
     wait_until(lambda: waiting.looks > before)
     # A caller that pushes on by itself, and goes away.
     before = waiting.settle()
-    waiting.progress.set_aside(True)
+    waiting.progress.take_over()
     wait_until(lambda: not waiting.waiting.looking.locked())
-    waiting.progress.set_aside(False)
+    waiting.progress.start()
     wait_until(lambda: waiting.looks > before)
     # The end of the program.
     waiting.settle()

@@ -101,6 +101,28 @@ class TestFailing:
         assert done.returncode != 0
         assert done.stdout.count("mine: ranks of one communicator called") == 2, done.stdout
 
+    @pytest.mark.each_mpi
+    @pytest.mark.parametrize("waits", ["comm.barrier()", "MPI.COMM_WORLD.Barrier()"])
+    def test_failure_that_another_hook_prints_is_told_to_all(self, waits: str) -> None:
+        """Also if threads and hooks of the program would wait for those that wait for it."""
+        done = launch(f"""
+            import atexit, threading
+            comm = ac.init()
+            from mpi4py import MPI
+            sys.excepthook = lambda kind, error, trace: print(f"mine: {{error}}", file=sys.stderr)
+            parts = [comm.dup() for _ in range(3)]
+            if comm.rank == 1:
+                threading.Thread(target=parts[0].recv, args=(0,)).start()
+                atexit.register(parts[1].barrier)
+                request = parts[2].irecv(0)
+                raise ValueError("on purpose")
+            {waits}
+        """)
+        assert done.returncode != 0
+        assert "mine: on purpose" in done.stderr
+        told = "mine: rank 1 failed and takes part no more" in done.stderr
+        assert told == waits.startswith("comm"), done.stderr
+
     def test_wrong_argument_of_init_on_one_rank_ends_the_job(self) -> None:
         done = launch("""
             from mpi4py import MPI

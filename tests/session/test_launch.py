@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from arraycomm import BackendUnavailableError
@@ -169,6 +171,16 @@ def test_mpi_of_the_mpich_family_needs_shared_memory(monkeypatch: pytest.MonkeyP
     with pytest.raises(
         BackendUnavailableError, match=r"there is no /dev/no-shared-memory; make it"
     ):
-        mpi_files.check_room({"MPI_LOCALNRANKS": "2"})
+        mpi_files.check_room({"MPI_LOCALNRANKS": "2"}, dict)
     for alone in ({}, {"MPI_LOCALNRANKS": "1"}):
-        mpi_files.check_room(alone)
+        mpi_files.check_room(alone, dict)
+
+
+def test_what_ranks_have_taken_that_have_begun_is_not_missing() -> None:
+    """But UCX is to take no more of it."""
+    ranks = 1000 * (os.statvfs("/dev/shm").f_blocks >> 8)
+    environment = {"MPI_LOCALNRANKS": str(ranks)}
+    with pytest.raises(BackendUnavailableError, match=r"MiB free of .*; make it larger"):
+        mpi_files.check_room(environment, lambda: {0: False})
+    mpi_files.check_room(environment, lambda: {0: False, 1: True})
+    assert environment["UCX_TLS"] == "^posix"

@@ -52,7 +52,7 @@ def test_results_come_in_rank_order_and_prints_in_lines(capsys: pytest.CaptureFi
     assert {type(each) for each in found} == {Local}
     out, err = capsys.readouterr()
     assert sorted(out.splitlines()) == sorted(letter * 5000 for letter in "ab" * 300)
-    assert err == "part\n" * 2
+    assert err == "part\npart"
 
 
 def test_one_rank_runs_alone() -> None:
@@ -120,6 +120,79 @@ def test_no_rank_outlives_the_caller(number: int) -> None:
     while any(map(alive, ranks)) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not any(map(alive, ranks))
+
+
+ACTS = """
+import os, signal, sys, time, arraycomm as ac
+def work(comm):
+    signal.signal(signal.SIGTERM, lambda *_: (time.sleep(3.5), print("saved"), os._exit(0)))
+    print("ready", flush=True)
+    time.sleep(600)
+ac.launch(work, 2)
+"""
+
+
+def test_ranks_have_time_to_act_on_a_signal_that_ends_the_caller() -> None:
+    command = [sys.executable, "-c", ACTS]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as job:
+        try:
+            assert job.stdout is not None
+            assert [job.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
+            job.terminate()
+            assert job.communicate(timeout=60)[0] == "saved\nsaved\n"
+        finally:
+            job.kill()
+    assert job.returncode == 143
+
+
+def test_no_disk_is_needed() -> None:
+    """Not for results, nor for the output, which is lost if its disk is full."""
+    program = (
+        "import resource, sys, tempfile, arraycomm as ac\n"
+        "tempfile.tempdir = '/no/such/directory'\n"
+        "def work(comm, most):\n"
+        "    print('x' * 100_000)\n"
+        "    if most: resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))\n"
+        "    return bytes(most + 1)\n"
+        "for most in (0, 1 << 16):\n"
+        "    try: print(ac.launch(work, 2, most), file=sys.stderr)\n"
+        "    except OSError as error: print(error, error.__notes__[0], file=sys.stderr)"
+    )
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-c", program]
+        job = subprocess.run(command, check=False, stdout=full, stderr=subprocess.PIPE, text=True)
+    lost = "launch: sys.stdout cannot be written (No space left on device); what ranks print there"
+    assert job.stderr.splitlines() == [
+        f"{lost} is lost",
+        "[b'\\x00', b'\\x00']",
+        f"{lost} is lost",
+        "[Errno 27] File too large launch: there was no room for what the function returned or raised",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("sys.executable", None, "sys.executable must be the Python that starts the ranks; got No"),
+        ("_HOST", "255.255.255.255", "the ranks meet at 255.255.255.255, which this machine or "),
+    ],
+)
+def test_machine_that_starts_no_ranks_is_named(
+    name: str, value: Any, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f"arraycomm.cli.processes.launch.{name}", value)
+    with pytest.raises(RuntimeError, match=said):
+        ac.launch(print, 2)
+
+
+def test_rank_that_ends_before_its_function_begins_is_told_apart() -> None:
+    class EndsWhenRead:
+        def __reduce__(self) -> Any:
+            return os._exit, (5,)
+
+    for argument, said in ((EndsWhenRead(), "began"), (None, "returned")):
+        with pytest.raises(ac.PeerError, match=f"left with status 5 before its function {said}"):
+            ac.launch(lambda comm, x: os._exit(5), 1, argument)
 
 
 def test_what_cannot_be_launched_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,9 +16,17 @@ from pathlib import Path
 import pytest
 
 from arraycomm import _launch
+from arraycomm._protocol.ends import launcher as ancestors
 from tests.session import children
 from tests.support.launched import Report
-from tests.support.launcher import LAUNCHED, LAUNCHER, SETTINGS, needs_mpiexec, run_python
+from tests.support.launcher import (
+    LAUNCHED,
+    LAUNCHER,
+    SETTINGS,
+    is_open_mpi,
+    needs_mpiexec,
+    run_python,
+)
 
 pytestmark = pytest.mark.skipif(LAUNCHED, reason="launches programs of its own")
 
@@ -114,6 +122,23 @@ def _lives(pid: int) -> bool:
     except OSError:
         return False
     return state != "Z"
+
+
+@pytest.mark.parametrize("visible", [True, False])
+def test_end_of_an_ancestor_is_seen(visible: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    child = subprocess.Popen(["sleep", "100"])
+    ancestor = ancestors._process(child.pid)
+    assert ancestor is not None
+    if not visible:
+        monkeypatch.setattr(ancestors, "_process", lambda pid: None)
+    assert ancestor.lives()
+    # Its number has gone to another process.
+    assert ancestor._replace(since="1").lives() == (not visible)
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert ancestor.lives() == (not visible)
+    child.wait()
+    assert not ancestor.lives()
 
 
 @needs_mpiexec
@@ -217,11 +242,27 @@ MOUNTS = (
 
 
 @needs_mpiexec
-@pytest.mark.each_mpi
 @pytest.mark.skipif(not MOUNTS, reason="needs the right to mount")
-def test_too_little_shared_memory_is_told_if_mpi_would_crash() -> None:
-    program = "import arraycomm as ac; ac.init()"
-    script = f"mount -t tmpfs -o size=64k tmpfs {SHARED} && exec {LAUNCHER} -n 2 {sys.executable} -c '{program}'"
+@pytest.mark.parametrize(
+    ("options", "fill", "ranks", "told"),
+    [
+        ("size=64k", "", 2, "has 0.0625 MiB free of 0.0625; make it larger"),
+        pytest.param(
+            *("size=64m", "dd if=/dev/zero of=/dev/shm/fill bs=1M count=70 2>/dev/null", 2),
+            "has 0 MiB free of 64 (fill: 64 MiB; remove what jobs have left behind); make it",
+            marks=pytest.mark.each_mpi,
+        ),
+        ("size=64m,ro", "", 2, "but no file can be made in /dev/shm (Read-only file system); let"),
+        ("size=64m,nr_inodes=1", "", 2, "made in /dev/shm (No space left on device); let"),
+        # UCX may crash if some of its files have room.
+        ("size=38m", "", 6, ""),
+    ],
+    ids=["small", "full", "read-only", "no inodes", "enough"],
+)
+def test_too_little_shared_memory_is_told_if_mpi_would_crash(options, fill, ranks, told) -> None:
+    program = "import arraycomm as ac; print(f'sum {ac.init().allreduce(1)}\\n', end='')"
+    script = f"""mount -t tmpfs -o {options} tmpfs {SHARED}; {fill}
+{LAUNCHER} -n {ranks} {sys.executable} -c "{program}"; echo files: $(ls {SHARED})"""
     done = subprocess.run(
         ["unshare", "-m", "sh", "-c", script],
         env=os.environ | SETTINGS,
@@ -230,6 +271,9 @@ def test_too_little_shared_memory_is_told_if_mpi_would_crash() -> None:
         timeout=60,
         check=False,
     )
-    told = "init: MPI needs 28 MiB of shared memory for 2 ranks" in done.stderr
     # Open MPI has other means than shared memory.
-    assert told or done.returncode == 0, done.stderr
+    right = done.stdout.count(f"sum {ranks}\n") == ranks and (is_open_mpi() or not told)
+    needed = f"init: MPI needs 28 MiB of shared memory for {ranks} ranks on one node, but "
+    said = done.stderr.count(needed) == done.stderr.count(told) == ranks
+    assert said if told and not is_open_mpi() else right, done.stdout + done.stderr
+    assert f"files:{' fill' * bool(fill)}\n" in done.stdout

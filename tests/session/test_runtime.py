@@ -176,23 +176,27 @@ class TestEndingWell:
             from arraycomm import _mpi_start
 
             last = MPI.COMM_WORLD.rank == 2
-            own = _mpi_start.code_digest
+            own = _mpi_start.seen, _mpi_start.build
             if last:
-                _mpi_start.code_digest = lambda: "other"
+                _mpi_start.seen = lambda: "other"
+                _mpi_start.build = lambda: ("0.2.0", "other", "", "")
             for start in (ac.init, lambda: ac.Communicator.from_mpi(MPI.COMM_WORLD)):
                 try:
                     start()
                 except ac.MismatchError as error:
                     sys.stdout.write(f"{error}\\n")
-            _mpi_start.code_digest = own
+            _mpi_start.seen, _mpi_start.build = own
             assert ac.init().allreduce(1) == 3
         """,
             ranks=3,
         )
         assert done.returncode == 0, done.stderr
-        said = "init: ranks run different versions of arraycomm: ranks 0, 1: "
+        said = "versions of arraycomm, or a C part of other sources: ranks 0, 1: "
         assert done.stdout.count(said) == 6, done.stdout
-        assert done.stdout.count("(code other); install the same version") == 6, done.stdout
+        assert (
+            done.stdout.count("rank 2: 0.2.0 (code other, C part none); install the same version")
+            == 6
+        ), done.stdout
 
     def test_launcher_of_another_mpi_is_an_error(self) -> None:
         done = subprocess.run(

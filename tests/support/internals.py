@@ -12,7 +12,8 @@ import numpy as np
 from arraycomm._calls.fast_paths import FastPaths
 from arraycomm._calls.placement import Placements
 from arraycomm._calls.runner import Runner
-from arraycomm._collectives import fast_path, groups, shared_arrays
+from arraycomm._collectives import fast_path, groups
+from arraycomm._collectives.reductions import Allreduce
 from arraycomm._communicator import Communicator, group_of, runner_of
 from arraycomm._cuda.device import DeviceRequest
 from arraycomm._cuda.devices import Devices
@@ -247,12 +248,6 @@ def segment(comm: Communicator) -> Any:
     return segments.opened(transport)
 
 
-def shared_blocks(comm: Communicator) -> Any:
-    """Return the blocks of `empty` of which this rank has an array, by their numbers."""
-    blocks = group_of(comm).transport.kept.get(shared_arrays._Blocks)
-    return {} if blocks is None else blocks.alive
-
-
 def forbid_segment(comm: Communicator) -> None:
     """Have trees and large arrays travel as messages, as between nodes."""
     group_of(comm).transport.kept[segments.SharedSegment] = None
@@ -286,6 +281,19 @@ def call_instead_of_progress_thread(comm: Member, function: Callable[[], None]) 
     engine(comm).progress.start = function
 
 
+def fail_in_progress_thread(comm: Member, error: BaseException) -> None:
+    """Have the thread that makes progress raise, as soon as it looks what to do."""
+    thread = engine(comm).progress
+    looked = thread._active
+
+    def active() -> Any:
+        if threading.current_thread().name == "arraycomm-progress":
+            raise error
+        return looked()
+
+    thread._active = active
+
+
 def forget_interruption(comm: Member) -> None:
     """Drop the exception that the engine keeps, and with it the requests in its traceback."""
     engine(comm).interrupted = None
@@ -293,7 +301,7 @@ def forget_interruption(comm: Member) -> None:
 
 def drop_first_task(comm: Member) -> None:
     """Do with the oldest task what the garbage collector does with a request that is thrown away."""
-    engine(comm).queue.popleft()._program.close()
+    engine(comm).queue.pop(0)._program.close()
 
 
 def mpi_movements() -> Any:
@@ -348,7 +356,8 @@ def free(comm: Member) -> None:
 
 def remember_allreduce(comm: Communicator, x: Any, op: str) -> None:
     """Take the fast path in the next `allreduce` like this, as if one had been made."""
-    fast_path.remember(comm._runner, x, op)
+    key = Allreduce, type(x), x.dtype, x.shape, op
+    fast_path.keep(comm._runner, key, x, op)
 
 
 def remember_noted_allreduce(comm: Communicator, x: Any, op: str, note: str) -> None:
@@ -408,7 +417,8 @@ def fast_paths(comm: Communicator) -> FastPaths:
 
 def has_fast_paths(comm: Communicator, count: int) -> bool:
     """Return whether so many reductions have a fast path, as far as the native part makes any."""
-    return compiled is None or len(fast_paths(comm)) == count
+    found = [key for key in fast_paths(comm)._paths if key[0] is not groups.Barrier]
+    return compiled is None or len(found) == count
 
 
 def is_traced(comm: Communicator) -> bool:

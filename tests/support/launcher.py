@@ -59,16 +59,17 @@ def run_python(
     *arguments: str,
     ranks: int | None = None,
     options: Sequence[str] = (),
+    wrapper: Sequence[str] = (),
     cwd: Path | None = None,
     timeout: float = 240,
     compiles: bool = False,
 ) -> subprocess.CompletedProcess[str]:
     """Run the interpreter with these arguments, under mpiexec where `ranks` is given.
 
-    `options` are those of mpiexec. A program that compiles with torch, or trains with its data parallelism, has to say so: others start sooner.
+    `options` are those of mpiexec, and `wrapper` is a program that runs the interpreter. A program that compiles with torch, or trains with its data parallelism, has to say so: others start sooner.
     """
     launcher = [] if ranks is None else [str(LAUNCHER), *options, "-n", str(ranks)]
-    command = [*launcher, sys.executable, *arguments]
+    command = [*launcher, *wrapper, sys.executable, *arguments]
     environment = {name: value for name, value in os.environ.items() if name not in UNSET}
     with subprocess.Popen(
         command,

@@ -1,4 +1,4 @@
-"""Layouts: the same elements placed otherwise in memory, and memory of each sort for results."""
+"""Layouts: the same elements placed otherwise in memory."""
 
 from __future__ import annotations
 
@@ -31,13 +31,4 @@ LAYOUTS: dict[str, Callable[[Array], Array]] = {
     "negative": lambda a: a[::-1, ::-1].copy()[::-1, ::-1],
     "read-only": lambda a: _locked(a.copy()),
     "unaligned": _unaligned,
-}
-
-# Zeros in the shape and dtype of an array of one dimension or more.
-OUTS: dict[str, Callable[[Array], Array]] = {
-    "contiguous": np.zeros_like,
-    "transposed": lambda a: np.zeros(a.shape[::-1], a.dtype).T,
-    "strided": lambda a: np.zeros((*a.shape[:-1], a.shape[-1] * 2), a.dtype)[..., ::2],
-    "negative": lambda a: np.zeros_like(a)[::-1],
-    "unaligned": lambda a: _unaligned(np.zeros_like(a)),
 }

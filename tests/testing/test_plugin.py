@@ -502,11 +502,14 @@ def test_error_of_a_plugin_on_one_rank_ends_all(way, plugin, status, tmp_path, m
     (tmp_path / "test_waits.py").write_text(WAITS, encoding="utf-8")
     (tmp_path / f"{plugin}.py").write_text(HOOKS, encoding="utf-8")
     monkeypatch.setenv("WAY", way)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     command = ["-m", "pytest", *ELSEWHERE, "-p", "no:cacheprovider", "-p", "no:hypothesispytest"]
     command += ["-p", "plugin"] if plugin == "plugin" else []
     job = run_python(*command, "test_waits.py", ranks=3, cwd=tmp_path)
     assert job.returncode == status or (status is None and job.returncode), job.stdout + job.stderr
     assert f"in {way}" in job.stdout + job.stderr
+    # Unless the launcher has killed the rank that made it.
+    assert status is None or not [*tmp_path.glob("arraycomm-pytest-*")]
 
 
 ENDS = """
@@ -688,3 +691,17 @@ def test_report_in_the_documentation_is_what_pytest_prints(tmp_path) -> None:
     command = ("-m", "pytest", "-q", *ELSEWHERE, "-p", "no:cacheprovider")
     job = run_python(*command, "test_average.py", ranks=3, cwd=tmp_path)
     assert re.sub(r"in \S+s", "", job.stdout) == re.sub(r"in \S+s", "", shown)
+
+
+def test_ranks_run_tests_where_the_kernel_has_no_pidfds(monkeypatch) -> None:
+    from arraycomm.testing.pytest_plugin.progress import Progress
+
+    def refuse(pid: int) -> int:
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(os, "pidfd_open", refuse)
+    job = SimpleNamespace(rank=0, near={0: os.getpid()}, exchange=lambda _, made: [made])
+    progress = Progress(job)
+    progress.plan(["test"], "")
+    assert not progress.is_stuck()
+    progress.end()

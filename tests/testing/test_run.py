@@ -12,6 +12,7 @@ import pytest
 
 import arraycomm as ac
 from arraycomm.testing import Schedule, run
+from arraycomm.testing._internals import LastStep
 from arraycomm.testing._ranks import threads as _threads
 from arraycomm.testing._ranks.rank_links import Left, fault_of
 
@@ -218,3 +219,18 @@ def test_exceptions_that_are_no_errors_come_through(kind) -> None:
 
     with pytest.raises(kind, match="enough"):
         run(2, stop)
+
+
+def test_last_step_that_others_gave_up_does_not_wait_for_them() -> None:
+    """Each rank fails, and hears of the others' failures before the last of them comes."""
+    turns = [threading.Event() for _ in range(3)]
+
+    def leave(comm: ac.Communicator) -> tuple[bool, bool]:
+        if comm.rank:
+            assert turns[comm.rank - 1].wait(60)
+        last = LastStep(comm, f"rank {comm.rank} failed")
+        last.tell()
+        turns[comm.rank].set()
+        return last.complete(20.0)
+
+    assert run(3, leave) == [(False, True)] * 3

@@ -43,6 +43,15 @@ if comm.rank == 1:
     sys.exit("rank 1 fails")
 comm.barrier()
 """
+FILLS_THE_DISK = """
+import os, resource, sys
+import arraycomm as ac
+comm = ac.init()
+most = int(os.environ["MOST"])
+resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+for _ in range(200):
+    comm.allreduce(1)
+"""
 
 
 def calls_of(path: Path) -> dict[int, list[Span]]:
@@ -92,3 +101,16 @@ def test_run_leaves_one_file_of_all_ranks(tmp_path: Path) -> None:
     found = calls_of(tmp_path / "run.json")
     assert sorted(found) == [0, 1, 2]
     assert [[call.operation for call in calls] for calls in found.values()] == [["allreduce"]] * 3
+
+
+@pytest.mark.parametrize(("most", "suffix"), [(2_000, ".rank0"), (60_000, "")])
+def test_trace_that_has_no_room_is_said(
+    path: Path, monkeypatch: pytest.MonkeyPatch, most: int, suffix: str
+) -> None:
+    """Of a rank's own part, and of the file of all, of which the parts then stay."""
+    monkeypatch.setenv("MOST", str(most))
+    job = run_python("-c", FILLS_THE_DISK)
+    lost = f"arraycomm: the trace {path}{suffix} cannot be written: File too large"
+    assert (job.returncode, job.stderr.splitlines()) == (0, [lost])
+    assert suffix or len(calls_of(path)[0]) == 200
+    assert not path.with_name("run.json.partial").exists()

@@ -6,9 +6,11 @@ Each way is a training loop with one mistake of a user's, or one habit of a fram
 from __future__ import annotations
 
 import copy
+import importlib
 import re
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -22,7 +24,8 @@ from tests.support.on_ranks import ALL_SIZES, LAUNCH, each_rank_of
 torch: Any = pytest.importorskip("torch")
 jax: Any = pytest.importorskip("jax")
 optax: Any = pytest.importorskip("optax")
-thinc: Any = pytest.importorskip("thinc.api")
+# It has no wheels for every version of Python.
+thinc: Any = importlib.import_module("thinc.api") if find_spec("thinc") else None
 jnp = jax.numpy
 
 Comm = ac.Communicator
@@ -197,12 +200,13 @@ def torch_parameter_in_another_group(comm: Comm, wrong: bool) -> None:
     model = net()
     *rest, weight, bias = model.parameters()
     groups = [[*rest, bias], [weight]] if wrong else [[*rest, weight], [bias]]
-    distributed(comm, torch.optim.SGD([{"params": each} for each in groups], lr=0.01))
+    plain = torch.optim.SGD([{"params": each} for each in groups], lr=0.01)
+    distributed(comm, plain, module=model)
 
 
 @way(r"the same parameters in another order")
 def torch_other_order_without_a_proof(comm: Comm, wrong: bool) -> None:
-    # Two of the values are the same, and there is no module that knows names.
+    # Two of the values are the same, and no module is passed that knows names.
     free = [torch.nn.Parameter(torch.full((2,), value)) for value in (1.0, 1.0, 2.0)]
     optimizer = distributed(comm, torch.optim.SGD(free[::-1] if wrong else free, lr=0.01))
     sum(each.sum() for each in free).backward()
@@ -576,6 +580,8 @@ def thinc_weight_changed(comm: Comm, wrong: bool) -> None:
     thinc_steps(comm, thinc.SGD(0.01), change=change)
 
 
+if thinc is None:
+    WAYS = [each for each in WAYS if not each.name.startswith("thinc")]
 # Programs need a process a rank; what is compared does not depend on how it comes to the others.
 SOME: Final = 1 if pairwise.EVERY else 3
 CASES: Final = WAYS if LAUNCH is None else [*WAYS[:: 3 * SOME], *COMPILED[::SOME]]
@@ -629,7 +635,8 @@ def test_another_order_of_parameters_is_that_of_rank_0_if_names_or_values_prove_
         chosen = iter(list(named.values())[:: -1 if comm.rank else 1])
         groups = [{"params": [next(chosen) for _ in range(size)]} for size in sizes]
         groups = [{"params": groups[0]["params"] + groups[1]["params"]}]
-    optimizer = distributed(comm, torch.optim.SGD(groups, lr=0.01))
+    options = {"module": model} if known == "names" else {}
+    optimizer = distributed(comm, torch.optim.SGD(groups, lr=0.01), **options)
     for step in range(3):
         optimizer.zero_grad()
         sum((p * (n + 1 + comm.rank + step)).sum() for n, p in enumerate(named.values())).backward()

@@ -20,8 +20,8 @@ from arraycomm import Communicator
 from arraycomm._protocol.waits.waiting import wait_for
 from arraycomm._transports.base import Blocks, Transport
 from arraycomm._transports.control import PAYLOAD
+from arraycomm._transports.lives import Lives
 from arraycomm._transports.notes import FAILED, GAVE_UP, GONE
-from arraycomm._transports.processes.lives import Lives
 from arraycomm._transports.processes.transport import ProcessesTransport, memory_bytes
 from tests.support import internals
 from tests.support.on_ranks import (

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import mmap
 import os
-import subprocess
-import sys
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 import arraycomm as ac
+from arraycomm import _node_start as node_start
+from arraycomm._launch import places
 from arraycomm._mpi_start import Arguments
 from arraycomm._node_start import open_on_node
-from arraycomm._protocol.group import Group, Options
 from arraycomm._transports import shared_files
-from arraycomm._transports.notes import ENDED
-from arraycomm._transports.processes import lives
+from arraycomm._transports.lives import Lives
 from arraycomm._transports.processes import transport as processes
 from arraycomm._transports.processes.rings import Ring
 from arraycomm._transports.processes.transport import ProcessesTransport, meet, memory_bytes
@@ -65,7 +63,7 @@ def _met() -> list[Any]:
     with ThreadPoolExecutor(_SIZE) as ranks:
         return list(
             ranks.map(
-                lambda rank: meet(store.set, lambda key: store.get(key).decode(), rank, _SIZE),
+                lambda rank: meet(store.set, lambda key: store.get(key).decode(), rank, _SIZE)[0],
                 range(_SIZE),
             )
         )
@@ -99,7 +97,7 @@ def test_words_of_every_ring_begin_lines_whatever_the_number_of_ranks(
     for size in range(1, 20):
         memory = np.frombuffer(mmap.mmap(-1, memory_bytes(size)), np.uint8)
         for rank in range(size):
-            ProcessesTransport(memory, rank, size, lives.Lives({}))
+            ProcessesTransport(memory, rank, size, Lives({}))
     assert [at for at in begin if at % 128] == []
     assert len(begin) == sum(4 * size * (size - 1) for size in range(1, 20))
 
@@ -108,8 +106,86 @@ def test_no_rank_has_memory_that_another_cannot_map(monkeypatch: pytest.MonkeyPa
     _refusing(monkeypatch, ("/",))
     assert _met() == [None] * _SIZE
     monkeypatch.setattr("arraycomm._node_start.watch_exit", lambda: None)
-    with pytest.raises(ac.BackendUnavailableError, match=r"one host.*mpiexec -n 1"):
+    with pytest.raises(ac.BackendUnavailableError, match=r"no room for .* MiB in memory"):
         open_on_node(_Store(), 0, 1, _ARGUMENTS)
+
+
+@pytest.mark.parametrize(
+    ("where", "said"),
+    [
+        (["a b c", "a b c", "a b d"], "do not have the same PID namespace, as in .*--ipc=host"),
+        (["a b c", "a e c", "a b d"], "do not have the same mount namespace, PID namespace"),
+        (["a b c", "f b c", "f b c"], "on several hosts .rank 0: a; ranks 1, 2: f.; .*mpiexec -n 3"),
+    ],
+    ids=["PID", "mount and PID", "hosts"],
+)  # fmt: skip
+def test_ranks_that_share_no_memory_are_told_why(
+    monkeypatch: pytest.MonkeyPatch, where: list[str], said: str
+) -> None:
+    _refusing(monkeypatch, ("/",))
+    here = threading.local()
+    monkeypatch.setattr(node_start, "watch_exit", lambda: None)
+    monkeypatch.setattr(node_start, "host", lambda: here.place[0])
+    monkeypatch.setattr("socket.gethostname", lambda: here.place[0])
+    monkeypatch.setattr(
+        node_start,
+        "namespaces",
+        lambda: dict(zip(["mount namespace", "PID namespace"], here.place[1:], strict=True)),
+    )
+    store = _Store()
+
+    def start(rank: int) -> None:
+        here.place = where[rank].split()
+        with pytest.raises(ac.BackendUnavailableError, match=said):
+            open_on_node(store, rank, _SIZE, _ARGUMENTS)
+
+    with ThreadPoolExecutor(_SIZE) as ranks:
+        list(ranks.map(start, range(_SIZE)))
+
+
+def _in_place_of(told: str, other: Path) -> str:
+    """Return what tells of a file, with the path that another file has."""
+    return f"{other} {told.partition(' ')[2]}"
+
+
+def test_another_file_at_the_path_is_neither_mapped_nor_opened(tmp_path: Path) -> None:
+    """As in another container; nor one with the same numbers of device and inode, of another host."""
+    told = shared_files.make_file(64)
+    other, pipe = tmp_path / "data", tmp_path / "pipe"
+    other.write_bytes(b"x" * 200)
+    os.mkfifo(pipe)
+    assert shared_files.open_file(_in_place_of(told, other), 64) is None
+    assert shared_files.open_file(_in_place_of(told, pipe), 64) is None
+    found = places.known_by(other.stat())
+    path, _, secret = _in_place_of(told, other).split()
+    assert shared_files.open_file(f"{path} {found} {secret}", 64) is None
+    assert other.read_bytes() == b"x" * 200
+    shared_files.close_file(told)
+
+
+@pytest.mark.parametrize("sees", [True, False])
+def test_a_group_is_made_by_names_if_its_first_rank_is_not_seen(
+    monkeypatch: pytest.MonkeyPatch, sees: bool
+) -> None:
+    """As if it is the one in a PID namespace of its own; or told on all, also those that take no part."""
+    memories = _met()
+    _refusing(monkeypatch, ("/proc/",) if sees else ("/",))
+
+    def split(rank: int) -> Any:
+        whole = ProcessesTransport(memories[rank], rank, _SIZE, Lives({}))
+        members = [2, 1] if rank else []
+        try:
+            return whole.split((rank and 1) or None, members)
+        except ac.TransportError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(_SIZE) as ranks:
+        alone, *others = ranks.map(split, range(_SIZE))
+    if sees:
+        assert alone is None
+        assert [part.rank for part in others] == [1, 0]
+    else:
+        assert all("common" in said or "have the same one" in said for said in (alone, *others))
 
 
 def test_memory_of_another_user_is_not_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,59 +199,16 @@ def test_memory_of_another_user_is_not_mapped(monkeypatch: pytest.MonkeyPatch) -
 def test_memory_is_made_without_calls_that_macos_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     for call in ("memfd_create", "posix_fallocate"):
         monkeypatch.delattr(os, call, raising=False)
-    path = shared_files.make_file((1 << 20) + 3)
-    assert not shared_files.open_file(path, (1 << 20) + 3).any()
-    assert os.stat(path).st_blocks * 512 > 1 << 20  # allocated
-    shared_files.close_file(path)
+    told = shared_files.make_file((1 << 20) + 3)
+    assert not shared_files.open_file(told, (1 << 20) + 3).any()
+    assert os.stat(told.partition(" ")[0]).st_blocks * 512 > 1 << 20  # allocated
+    shared_files.close_file(told)
 
 
 def test_ranks_of_different_versions_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("arraycomm._node_start.watch_exit", lambda: None)
     store = _Store()
-    store.set("version/1", "another")
+    for name in ("version/1", "build/1"):
+        store.set(name, "another")
     with pytest.raises(ac.MismatchError, match="rank 1: another"):
         open_on_node(store, 0, 2, _ARGUMENTS)
-
-
-def test_processes_that_have_ended_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not at once: one that has nothing more to do may end before the others."""
-    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    store = _Store()
-    for key, text in (("process/1", f"{child.pid} {lives._namespace()}"), ("looked/1", "yes")):
-        store.set(key, text)
-    store.set("process/2", f"{child.pid} of another container")
-    store.set("looked/2", "yes")
-    found = lives.find_lives(store.set, lambda key: store.get(key).decode(), 0, _SIZE)
-    part = found.of([1, 0])
-    now = time.monotonic()
-    monkeypatch.setattr("arraycomm._transports.processes.lives.time.monotonic", lambda: now)
-    assert found.dead() == part.dead() == []
-    child.communicate(b"end\n")
-    assert found.dead() == part.dead() == []
-    now += lives.DELAY / 3
-    assert found.dead() == part.dead() == []
-    assert found.dead(at_once=True) == [1]
-    now += lives.DELAY
-    assert (found.dead(), part.dead()) == ([1], [0])
-
-
-class _Dead(lives.Lives):
-    """What rank 2 sees: rank 1 has just died, and rank 0 is there or has ended well."""
-
-    def __init__(self) -> None:
-        super().__init__({})
-
-    def dead(self, *, at_once: bool = False) -> list[int]:
-        return [0, 1] if at_once else []
-
-
-def test_one_that_died_is_the_cause_and_not_one_that_left_because_of_it() -> None:
-    memory = np.zeros(memory_bytes(_SIZE), np.uint8)
-    first, last = (ProcessesTransport(memory, rank, _SIZE, _Dead()) for rank in (0, 2))
-    group = Group(last, Options(True, True, 60.0))
-    group.control.post()
-    group.watchdog.check(1.0)
-    first.control.notes.announce_exit(ENDED, 0, "")
-    assert last.failed() == [1]
-    with pytest.raises(ac.PeerError, match="rank 1 has died without a word"):
-        group.watchdog.check(1.0)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
+from arraycomm._arrays.arithmetic import has_own, refuse
 from arraycomm._arrays.buffer import Reader
 from arraycomm._arrays.frameworks import cupy, jax, mlx, numpy, python, strict, torch
 from arraycomm._arrays.frameworks.base import Framework
@@ -44,11 +45,12 @@ BY_READER: Final[dict[Reader, Framework]] = {row.read: row for row in _ALL if ro
 
 
 def find_reader(kind: type) -> Reader | None:
-    """Return the reader of arrays of this type, None if no framework claims it."""
+    """Return the reader of a type, or what refuses it; None if no framework claims it."""
     for base in kind.__mro__:
         module = str(getattr(base, "__module__", "")).partition(".")[0]
         find = _FIND_READER.get(module)
         reader = find(kind) if find is not None else None
         if reader is not None:
-            return reader
+            is_array = reader is not python.refuse_object
+            return refuse if is_array and has_own(kind) else reader
     return None

@@ -51,6 +51,9 @@ class Framework:
     allocate: Callable[[tuple[int, ...], DType], Array] | None = None
     # Keeps an array's memory where it is, since another framework's array shares it from now on.
     pin: Callable[[Any], object] = lambda _: None
+    # Returns a result that takes part in other dtypes' arithmetic as an array does, the second
+    # argument. None if that follows from its dtype.
+    promoting_like: Callable[[Any, Any], Any] | None = None
     # Returns an array's device without reading the elements. None if only reading tells.
     device_of: Callable[[Any], Device] | None = None
     # Returns whether `to_framework` hands over memory of a dtype without a copy.

@@ -100,6 +100,18 @@ def _to_jax(array: Array, like: BufferView) -> Any:
         return sys.modules["jax"].device_put(array, jax_placement(like.source))
 
 
+def promoting_like(made: Any, source: Any) -> Any:
+    """Return an array that is weakly typed if `source` is, as what JAX makes of a number is.
+
+    Then dtypes of other arrays win over its own, and a program compiled for such ones takes it.
+    """
+    if not getattr(source, "weak_type", False) or made.dtype != source.dtype:
+        return made
+    from jax._src.lax.lax import _convert_element_type
+
+    return _convert_element_type(made, weak_type=True)
+
+
 def keeping_bits(dtype: DType, source: Any) -> Any:
     """Let JAX keep 64 bits if it does by its configuration, or did for `source`."""
     jax = sys.modules["jax"]
@@ -162,6 +174,7 @@ JAX: Final = Framework(
     read=read_jax,
     device_of=jax_device,
     to_framework=_to_jax,
+    promoting_like=promoting_like,
     takes_over=BY_DTYPE.__contains__,
     widest_float=_widest_float,
     lacks=_lacks,

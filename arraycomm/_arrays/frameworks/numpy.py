@@ -6,7 +6,6 @@ from typing import Any, Final
 
 import numpy as np
 
-from arraycomm._arrays.arithmetic import numpy_subclass_has_own, refuse
 from arraycomm._arrays.buffer import Array, BufferView, Reader, to_native
 from arraycomm._arrays.frameworks.base import Framework, unconverted
 from arraycomm._dtypes import BY_DTYPE
@@ -19,7 +18,7 @@ def find_reader(kind: type) -> Reader | None:
     if kind is np.ndarray:
         return _read_array
     if issubclass(kind, np.ndarray):
-        return refuse if numpy_subclass_has_own(kind) else _read_subclass
+        return _read_subclass
     return _read_scalar if issubclass(kind, np.generic) else None
 
 

@@ -10,7 +10,6 @@ from typing import Any, Final
 import ml_dtypes
 import numpy as np
 
-from arraycomm._arrays.arithmetic import refuse, torch_subclass_has_own
 from arraycomm._arrays.buffer import (
     CPU,
     Array,
@@ -29,9 +28,7 @@ from arraycomm._errors import with_alternatives
 
 def find_reader(kind: type) -> Reader | None:
     """Return the reader of tensors of this type."""
-    if not issubclass(kind, sys.modules["torch"].Tensor):
-        return None
-    return refuse if torch_subclass_has_own(kind) else read_torch
+    return read_torch if issubclass(kind, sys.modules["torch"].Tensor) else None
 
 
 # From this size on, NumPy asks for large pages.
@@ -113,6 +110,8 @@ def without_history(x: Any, name: str) -> Any:
     """Return a tensor without its autograd history; raise while that would be lost."""
     if _wrapped(x):
         raise TypeError(f"{name} is {torch_refusal(x)}")
+    if sys.modules["torch"].nn.parameter.is_lazy(x):
+        raise TypeError(f"{name} has no shape yet; call the lazy module once on every rank before")
     if sys.modules["torch"].is_grad_enabled():
         raise with_alternatives(
             TypeError(
@@ -184,7 +183,7 @@ def torch_refusal(x: Any) -> str | None:
             "torch.autograd.forward_ad.unpack_dual returns, or detach()"
         )
     if x.is_nested:
-        return "a nested tensor; pass its parts, or to_padded_tensor()"
+        return "a nested tensor; pass its parts, or to_padded_tensor(0.0)"
     if x.is_quantized:
         return "quantized; pass dequantize(), or int_repr() and the scales"
     if x.layout is not torch.strided:

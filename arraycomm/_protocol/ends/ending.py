@@ -27,11 +27,11 @@ _NAP: Final = 1e-4
 
 def wait_for_ends(
     groups: list[Group], watched: list[Group], failure: str, on_failure: Callable[[], None]
-) -> tuple[bool, bool]:
+) -> tuple[bool, bool, bool]:
     """Wait for the other ranks to come to their ends as well.
 
-    Returns whether all have ended well, and whether one has died that this rank's program knows
-    nothing of.
+    Returns whether all have ended well, whether one has died, and whether this rank's program knows
+    nothing of that.
 
     A rank that works is waited for. Once a rank has failed, those that do not know of it yet are
     waited for only so long, since they may wait for it outside the library; those that have handled
@@ -61,7 +61,7 @@ def wait_for_ends(
             if not failed_at or waited < (_HANDLING if knows else _GRACE)
         ]
         if not waiting:
-            return not failed_at, _say_who_died(seen)
+            return not failed_at, any(end.died for end in seen), _say_who_died(seen)
         for end, line in zip(ends, lines, strict=True):
             if end.group in watched and end.waiting:
                 line.look(clock.now() - began, partial(sorted, end.waiting))
@@ -103,19 +103,17 @@ class _Ends:
             self.group.transport.progress()
         try:
             states = self._states()
+            dead = self.group.transport.failed()
         except TransportError:
             # Nobody can be heard any more.
             self.failed, self.waiting = True, {}
             return
         group = self.group
-        self.died = group.transport.failed() if group.transport.outlives else []
+        going_on = [r for r in group.control.peers if states.get(r, FAILED) in (FAILED, GAVE_UP)]
+        self.died = [rank for rank in going_on if rank in dead]
         # A program that goes on after an error knows of the death.
         self.failed |= GONE in states.values() or (bool(self.died) and group.closed is None)
-        self.waiting = {
-            rank: rank in states
-            for rank in group.control.peers
-            if rank not in self.died and states.get(rank, FAILED) in (FAILED, GAVE_UP)
-        }
+        self.waiting = {rank: rank in states for rank in going_on if rank not in dead}
 
     def _states(self) -> dict[int, int]:
         """Return the state of each rank that has said how it leaves."""

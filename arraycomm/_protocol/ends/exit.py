@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import _thread
 import atexit
+import ctypes
 import gc
 import io
 import os
@@ -19,30 +19,36 @@ from typing import Any, Final, NoReturn
 
 from arraycomm import _launch
 from arraycomm._errors import CommunicatorClosedError, MismatchError, PeerError
+from arraycomm._native import compiled
 from arraycomm._protocol.ends import process_watch
 from arraycomm._protocol.ends.ending import wait_for_ends
 from arraycomm._protocol.ends.leaving import leave_in_step
 from arraycomm._protocol.engine import Engine
 from arraycomm._protocol.group import Group
 from arraycomm._protocol.waits import clock
+from arraycomm._protocol.waits.waiting import looks
 from arraycomm._transports.mpi.files import remove_mpi_files
 from arraycomm._transports.notes import ENDED, FINALIZED, GONE
 
-# Seconds in which the thread of a group's requests ends, and those in which MPI does.
+# Seconds in which the thread of a group's requests ends, and those in which MPI, or Python, does.
 _GRACE: Final = 3.0
-_STUCK: Final = 10.0
+_STUCK: Final = 10
+_SHORT: Final = 3
 _NAP: Final = 1e-4
 # Seconds in which a launcher has forwarded what ranks have printed, and in which ranks that raise
 # at the same time, but cannot see one another, have printed it. The launcher ends all once one is
 # gone.
 _FORWARDING: Final = 0.2
 _PRINTING: Final = 2.0
-# Seconds in which other ranks that have ended well leave Python.
-_LAST: Final = 1.0
 # Seconds for which a rank waits for each lower one to print the error of them all.
 _TURN: Final = 0.25
 # What a shell reports of a program that Ctrl-C has ended.
 _INTERRUPTED: Final = 128 + signal.SIGINT
+# The functions that Python runs a program by, and the files of what is typed at its prompt.
+_OUTERMOST: Final = ("<module>", "_run_module_as_main")
+_TYPED: Final = ("<stdin>", "<console>", "<python-input")
+# Where the C library tells no handler the status of the process, or without the part in C: None.
+_at_c_exit: Final = getattr(compiled, "at_exit", None)
 _FORKED: Final = (
     "a forked process cannot use the communicator of its parent; communicate in the parent, or "
     "call arraycomm.init(backend='self') here for a world of this process alone"
@@ -57,16 +63,19 @@ class _Process:
         self.roots: list[Group] = []
         # The traceback of the exception that ends the program, or whether Ctrl-C does.
         self.failure = ""
+        self.failed_at = 0.0
         self.interrupted = False
         # Whether a process of this job has died: MPI's own end may wait for it.
         self.peer_died = False
         self.watching = False
         # Whether this process is a forked child of one that communicates over MPI.
         self.forked = False
+        # Whether nothing is outstanding any more at the end, but what daemon threads have.
+        self.completed = False
         # Whether mpi4py leaves the end of MPI to this module; the beginning of that end, and
         # whether MPI has something under way then.
         self.ends_mpi = self.leaves = self.pending = False
-        # What was passed to `sys.exit` last.
+        # What was passed to `sys.exit` last, where nothing else tells the status.
         self.status: object = None
         # Called in a forked child.
         self.on_fork: list[Callable[[], None]] = []
@@ -99,12 +108,12 @@ def replace_root(old: Group, new: Group) -> None:
     _process.peer_died = True
 
 
-def complete(group: Group) -> bool:
+def complete(group: Group, *, at_end: bool = False) -> bool:
     """Complete the requests of a group, and tell whether none failed without anybody seeing it.
 
     Errors that nobody has seen are printed, and there is a warning if nobody waited for a request.
     """
-    group.engine.drain()
+    group.engine.drain(at_end=at_end)
     return group.engine.outcomes.report()
 
 
@@ -151,38 +160,83 @@ def watch_exit() -> None:
     if _process.watching:
         return
     _process.watching = True
-    _watch_exceptions()
-    _note_status()
+    _print_in_turn()
+    with suppress(RuntimeError):
+        # Unless the program is over. It is called before Python waits for threads of the program,
+        # and before that module does.
+        import concurrent.futures.thread  # noqa: F401
+
+        getattr(threading, "_register_atexit", atexit.register)(_see_failure)
+    if _at_c_exit is None or _mpi4py_ends_mpi():
+        _note_status()
     atexit.register(_at_exit)
+    looks.append(_end_waits)
     _watch_mpi()
     _launch.claim(os.environ, os.getpid())
     process_watch.start(over_mpi=mpi_has_peers())
 
 
-def _watch_exceptions() -> None:
+def _print_in_turn() -> None:
+    """Print what ends the program without mixing it with what other ranks print."""
     previous = sys.excepthook
 
     def excepthook(
         kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        _ignore_interrupts()
-        _process.interrupted = issubclass(kind, KeyboardInterrupt)
-        _process.failure = "".join(traceback.format_exception(kind, error, trace))
+        typed = _is_typed(trace)
+        if not typed:
+            _ignore_interrupts()
         by_default = previous is sys.__excepthook__
         try:
             if by_default and (printed := _printed_elsewhere(error)):
                 _print_whole(printed)
             elif by_default and not sys.stderr.isatty():
-                _print_whole(_process.failure)
+                _print_whole("".join(traceback.format_exception(kind, error, trace)))
             else:
                 previous(kind, error, trace)
             sys.stderr.flush()
         finally:
-            # A rank that fails because another did shows no traceback: the other's is the one to
-            # see.
-            _announce_exit(GONE, "" if isinstance(error, PeerError) else _process.failure)
+            if not typed:
+                _fail(error)
 
     sys.excepthook = excepthook
+    before_prompt = getattr(sys, "__interactivehook__", None)
+
+    def see_failure_before_prompt() -> None:
+        _see_failure()
+        if before_prompt is not None:
+            before_prompt()
+
+    sys.__interactivehook__ = see_failure_before_prompt
+
+
+def _see_failure() -> None:
+    """Tell the other ranks if an exception has ended the program, whichever hook has printed it."""
+    error = getattr(sys, "last_value", None)
+    trace = error.__traceback__ if isinstance(error, BaseException) else None
+    # Others than Python's own end leave their errors there too: prompts, debuggers, pytest.
+    if error is not None and trace is not None and not _is_typed(trace):
+        frame = trace.tb_frame
+        if frame.f_back is None and frame.f_code.co_name in _OUTERMOST:
+            _fail(error)
+
+
+def _is_typed(trace: TracebackType | None) -> bool:
+    """Return whether an exception is that of a line at Python's prompt, which goes on."""
+    file = "" if trace is None else trace.tb_frame.f_code.co_filename
+    return hasattr(sys, "ps1") and file.startswith(_TYPED)
+
+
+def _fail(error: BaseException) -> None:
+    """Tell the other ranks of the exception that ends this one."""
+    if _process.failure:
+        return
+    _ignore_interrupts()
+    _process.interrupted = isinstance(error, KeyboardInterrupt)
+    _process.failure = "".join(traceback.format_exception(error))
+    _process.failed_at = clock.now()
+    # A rank that fails because another did shows no traceback: the other's is the one to see.
+    _announce_exit(GONE, "" if isinstance(error, PeerError) else _process.failure)
 
 
 def _printed_elsewhere(error: BaseException) -> str:
@@ -236,11 +290,26 @@ def _mpi_ends() -> None:
     """Complete what is outstanding, as `finalize` does, and close every group over MPI."""
     if _process.leaves:
         return
-    for group in _process.groups():
-        complete(group)
+    groups = _process.groups()
+    for group in groups:
+        complete(group, at_end=True)
     _announce_exit(FINALIZED)
-    for group in _process.groups():
-        group.end(CommunicatorClosedError("the program has finalized MPI"))
+    error, own = CommunicatorClosedError("the program has finalized MPI"), threading.get_ident()
+
+    def stop() -> None:
+        if threading.get_ident() != own:
+            raise error
+
+    looks.append(stop)
+    for group in groups:
+        group.end(error)
+        group.engine.give_up_all(error)
+    end = time.monotonic() + _GRACE
+    while any(group.engine.turn.locked() for group in groups) and time.monotonic() < end:
+        time.sleep(_NAP)
+    for group in groups:
+        group.engine.progress.join(_GRACE)
+    looks.remove(stop)
     _process.roots.clear()
 
 
@@ -254,11 +323,10 @@ def _forget() -> None:
     _process.roots.clear()
     for hook in _process.on_fork:
         hook()
-    _note_status()
 
 
 def _note_status() -> None:
-    """Take note of what is passed to `sys.exit`: Python tells no hook with which status it ends."""
+    """Take note of what is passed to `sys.exit`, if the process cannot wait for its status."""
     leave = sys.exit
 
     def noting(status: Any = None, /) -> NoReturn:
@@ -291,11 +359,12 @@ def _at_exit() -> None:
     """Let MPI end if every rank has ended well; leave without it if one has not."""
     _process.leaves = True
     if _process.forked:
-        if not _process.ends_mpi:
+        if _mpi4py_ends_mpi():
             # MPI's own end would wait for other ranks here, or end their job.
             _do_the_rest()
             os._exit(_status_of_program())
         return
+    _see_failure()
     ended_well = missed = False
     try:
         ended_well, missed = _all_ended_well()
@@ -308,9 +377,6 @@ def _at_exit() -> None:
         for hook in _process.on_left:
             hook()
         _end_mpi()
-        if _mpi_has_ended() and _status_of_program():
-            # A launcher that sees it ends the other ranks, which may still write their files.
-            time.sleep(_LAST)
     elif _mpi_is_active() or missed or _process.interrupted:
         # Otherwise nothing keeps Python from ending as it does.
         _leave_without_mpi(0 if ended_well else 1)
@@ -321,31 +387,52 @@ def _mpi_is_active() -> bool:
     return bool(module and module.Is_initialized() and not module.Is_finalized())
 
 
-def _mpi_has_ended() -> bool:
-    module = sys.modules.get("mpi4py.MPI")
-    return bool(module and module.Is_finalized() and any(root.size > 1 for root in _process.roots))
+def _mpi4py_ends_mpi() -> bool:
+    """Return whether Python's own end is that of MPI as well, which may wait for other ranks."""
+    if not _mpi_is_active():
+        return False
+    rc = sys.modules["mpi4py"].rc
+    return (rc.initialize if rc.finalize is None else rc.finalize) not in (False, "no")
+
+
+def mpi_function(name: str) -> Any:
+    """Return a function of the MPI that mpi4py has loaded, for ctypes; None if it cannot be had."""
+    try:
+        return getattr(ctypes.CDLL(sys.modules["mpi4py.MPI"].__file__), name)
+    except (OSError, AttributeError):
+        return None
 
 
 def _end_mpi() -> None:
-    """End MPI if that is left to arraycomm, or if MPI has something pending that nobody awaits."""
+    """Have MPI end after Python, whose threads then call it no more.
+
+    If it has something pending that nobody awaits, its end may never come.
+    """
     if not _mpi_is_active() or not (_process.ends_mpi or _process.pending):
         return
-    over = threading.Event()
-    with suppress(RuntimeError):
-        # If Python starts no thread any more, MPI's end is trusted.
-        _thread.start_new_thread(_end_if_stuck, (over,))
-    sys.modules["mpi4py.MPI"].Finalize()
-    over.set()
+    if _process.pending:
+        _do_the_rest()
+    address = _address_of_finalize() if _process.ends_mpi else 0
+    if _at_c_exit is not None and mpi_has_peers():
+        _at_c_exit(address, -1, _STUCK, _process.pending, _process.roots)
+        return
+    if address:
+        ctypes.pythonapi.Py_AtExit(ctypes.c_void_p(address))
+    if _process.pending:
+        signal.alarm(_STUCK)
 
 
-def _end_if_stuck(over: threading.Event) -> None:
-    if not over.wait(_STUCK):
-        _flush()
-        os._exit(_status_of_program())
+def _address_of_finalize() -> int:
+    """Return where MPI_Finalize is; end MPI at once, and return 0, if it cannot be found."""
+    function = mpi_function("MPI_Finalize")
+    if function is None:
+        sys.modules["mpi4py.MPI"].Finalize()
+        return 0
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
 
 
 def _leave_without_mpi(least: int) -> None:
-    """End the process at once, as soon as others have what this rank has to say."""
+    """Leave Python, and then the process, as soon as others have what this rank has to say."""
     _ignore_interrupts()
     _do_the_rest()
     if _process.interrupted:
@@ -353,9 +440,14 @@ def _leave_without_mpi(least: int) -> None:
             _announce_exit(GONE, _process.failure or "KeyboardInterrupt at the end of the program")
     watched = _watched()
     _linger(watched)
-    if not any(group.transport.outlives for group in watched):
+    if not any(group.transport.shrinks for group in watched):
         remove_mpi_files()
-    os._exit(_INTERRUPTED if _process.interrupted else _status_of_program() or least)
+    if _process.interrupted:
+        os._exit(_INTERRUPTED)
+    if _at_c_exit is None:
+        os._exit(_status_of_program() or least)
+    # If mpi4py ends MPI, that may wait for ranks that do not come.
+    _at_c_exit(0, least, _SHORT if _mpi4py_ends_mpi() else _STUCK, True, _process.roots)
 
 
 def _do_the_rest() -> None:
@@ -400,8 +492,10 @@ def _all_ended_well() -> tuple[bool, bool]:
         # What an error was raised in may be held by a thread, and with it files of the program.
         _flush()
     _announce_exit(GONE if _process.failure else ENDED, _process.failure)
-    well, died = wait_for_ends(_process.groups(), _watched(), _process.failure, _do_the_rest)
-    return well, died or not completed
+    ends = wait_for_ends(_process.groups(), _watched(), _process.failure, _do_the_rest)
+    well, died, missed = ends
+    _process.peer_died |= died
+    return well, missed or not completed
 
 
 def _knows_of_failure() -> bool:
@@ -413,12 +507,14 @@ def _completed() -> bool:
     """Complete what is outstanding on this rank; return whether no error has stayed unseen."""
     seen = True
     for group in _process.groups():
-        with suppress(RuntimeWarning):
-            seen &= complete(group)
+        with suppress(RuntimeWarning, CommunicatorClosedError):
+            seen &= complete(group, at_end=True)
         for hook in group.on_exit:
             hook()
-        # MPI may take the memory away in which the thread looks for ranks.
-        group.engine.progress.join(_GRACE)
+        if group.engine.idle:
+            # MPI may take the memory away in which the thread looks for ranks.
+            group.engine.progress.join(_GRACE)
+    _process.completed = True
     for group in _process.groups():
         _process.pending |= group.unfinished or not group.control.done()
         if group.deferred_error is not None:
@@ -426,6 +522,17 @@ def _completed() -> bool:
             _print_whole("".join(traceback.format_exception(group.deferred_error)))
             seen = False
     return seen
+
+
+def _end_waits() -> None:
+    """End this thread's wait, if it is one that the program leaves behind."""
+    if threading.current_thread().daemon:
+        if _process.completed:
+            # Python stops it a moment later: no error of its own is one of the program.
+            threading.Event().wait()
+    elif _process.failure and (not _process.leaves or clock.now() > _process.failed_at + _GRACE):
+        # Others have been told that this rank makes no further call, and may not make it either.
+        raise CommunicatorClosedError("the program of this rank has failed")
 
 
 def _linger(watched: list[Group]) -> None:
@@ -451,6 +558,8 @@ def refuse(group: Group, reason: str) -> None:
     """Make no call any more; another thread of the parent may have held the locks of its engine."""
     _of_parents.append(group.engine)
     group.engine.refusal = reason
-    group.engine = Engine(0, False, lambda waited: None, lambda: None, lambda: None)
+    group.engine = Engine(
+        0, False, lambda waited: None, lambda: None, lambda: None, lambda error: None
+    )
     group.engine.refusal = reason
     group.end(RuntimeError(reason))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Final, NamedTuple
+
+from arraycomm._launch.places import proc_is_own
 
 # The processes that start ranks on their node, by the names that the kernel cuts to 15 letters.
 _LAUNCHERS: Final = frozenset(
@@ -15,10 +18,26 @@ _LAUNCHERS: Final = frozenset(
 
 
 class Ancestor(NamedTuple):
-    """A process that this one descends from, and its name."""
+    """A process that this one descends from: its name, its parent, and when it began.
+
+    The last is empty once it has ended, and nobody has asked for its status.
+    """
 
     pid: int
     name: str
+    parent: int
+    since: str
+
+    def lives(self) -> bool:
+        """Return whether it goes on; its number may go to another one."""
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return False
+        except PermissionError:
+            pass
+        found = _process(self.pid)
+        return found is None or found.since == self.since
 
     def __str__(self) -> str:
         return f"{self.name}, process {self.pid}"
@@ -26,26 +45,26 @@ class Ancestor(NamedTuple):
 
 def find_launcher(pid: int) -> Ancestor | None:
     """Return the closest ancestor of a process that is a launcher, which may be itself."""
-    while pid > 1:
-        found = _process(pid)
-        if found is None or found[0] in _LAUNCHERS:
-            return None if found is None else Ancestor(pid, found[0])
-        pid = found[1]
+    while pid > 1 and proc_is_own() and (found := _process(pid)):
+        if found.name in _LAUNCHERS:
+            return found
+        pid = found.parent
     return None
 
 
 def children_of(pid: int) -> list[int]:
     """Return the processes that another one has started, as far as they can be seen."""
     everyone = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
-    return [child for child in everyone if (found := _process(child)) and found[1] == pid]
+    return [child for child in everyone if (found := _process(child)) and found.parent == pid]
 
 
-def _process(pid: int) -> tuple[str, int] | None:
-    """Return the name of a process, and its parent."""
+def _process(pid: int) -> Ancestor | None:
+    """Return what can be seen of a process."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None
     # The name stands in parentheses, and may itself contain some.
     name, rest = stat[stat.index("(") + 1 :].rsplit(")", 1)
-    return name, int(rest.split()[1])
+    state, parent, *others = rest.split()
+    return Ancestor(pid, name, int(parent), "" if state in "ZX" else others[17])

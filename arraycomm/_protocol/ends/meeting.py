@@ -13,7 +13,7 @@ from typing import Any, Final
 from arraycomm import _launch
 from arraycomm._errors import CommTimeoutError, PeerError
 from arraycomm._launch.library import refuse_foreign_launcher
-from arraycomm._protocol.ends.exit import take_over_the_end
+from arraycomm._protocol.ends.exit import mpi_function, take_over_the_end
 from arraycomm._protocol.ends.launcher import find_launcher
 from arraycomm._protocol.mismatch import name_ranks
 from arraycomm._protocol.waits import clock
@@ -82,11 +82,9 @@ def begin_mpi(timeout: float) -> None:
 def _initialize(module: Any, rc: Any) -> None:
     name = f"THREAD_{rc.thread_level.upper()}" if rc.threads in (True, "yes") else "THREAD_SINGLE"
     level = getattr(module, name)
-    try:
-        # By ctypes, since mpi4py would hold Python's lock, so that no thread could look at the
-        # clock.
-        begin = ctypes.CDLL(module.__file__).MPI_Init_thread
-    except (OSError, AttributeError):
+    # Not by mpi4py, which would hold Python's lock, so that no thread could look at the clock.
+    begin = mpi_function("MPI_Init_thread")
+    if begin is None:
         module.Init_thread(level)
         return
     status = begin(None, None, level, ctypes.byref(ctypes.c_int()))

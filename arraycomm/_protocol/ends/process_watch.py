@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import _thread
 import os
-import select
 import signal
 import sys
 import time
@@ -43,21 +42,18 @@ def start(*, over_mpi: bool) -> None:
     The thread is none of the `threading` module's, since it never communicates: no rank waits for
     it.
     """
-    launcher, ended = find_launcher(os.getppid()), select.poll()
+    launcher = find_launcher(os.getppid())
     if launcher is None and not over_mpi:
         return
-    if launcher is not None and hasattr(os, "pidfd_open"):
-        with suppress(OSError):
-            # Readable once the process has ended; its number may go to another one.
-            ended.register(os.pidfd_open(launcher.pid), select.POLLIN)
     with suppress(RuntimeError):
-        _thread.start_new_thread(_watch, (launcher, ended))
+        _thread.start_new_thread(_watch, (launcher,))
 
 
-def _watch(launcher: Ancestor | None, ended: select.poll) -> None:
+def _watch(launcher: Ancestor | None) -> None:
     """Look now and then, until this process has to end."""
     looked, stuck = clock.last_look(), 0.0
-    while not ended.poll(1000 * _INTERVAL):
+    while launcher is None or launcher.lives():
+        time.sleep(_INTERVAL)
         if (last := clock.last_look()) != looked or not _stuck_in_mpi():
             looked, stuck = last, 0.0
             continue

@@ -23,25 +23,26 @@ class Outcome:
         self.error: BaseException | None = None
         # Whether the program has no reference to the request any more.
         self.dropped = False
+        if outcomes is not None:
+            outcomes.open[self] = None
 
     def finish(self, error: BaseException | None) -> None:
         """Note how the request has ended."""
         self.finished, self.error = True, error
-        self._settle()
+        if self.dropped and self._outcomes is not None:
+            self._outcomes.lose(self)
 
     def drop(self) -> None:
         """Note that the program can wait for the request no more."""
         self.dropped = True
-        self._settle()
-
-    def _settle(self) -> None:
-        if self.finished and self.dropped and self._outcomes is not None:
+        if self.finished and self._outcomes is not None:
             self._outcomes.lose(self)
 
     def claim(self) -> None:
         """Forget the request: its caller knows how it ended."""
         if self._outcomes is not None:
-            self._outcomes.forget(self)
+            self._outcomes.open.pop(self, None)
+            self._outcomes = None
         # Its traceback has the frames of a call, and with them the arrays.
         self.error = None
 
@@ -50,49 +51,48 @@ class Outcomes:
     """The requests of one group on this rank that nobody has waited for."""
 
     def __init__(self) -> None:
-        self._open: dict[Outcome, None] = {}
+        # Of those whose callers do not know how they ended.
+        self.open: dict[Outcome, None] = {}
         # Of those that ended well and that nobody can wait for any more, how many were made where.
         self._lost: Counter[str] = Counter()
         self._freed = False
 
-    def add(self, site: str) -> Outcome:
-        """Return the outcome of a new request."""
-        outcome = Outcome(self, site)
-        self._open[outcome] = None
-        return outcome
-
-    def forget(self, outcome: Outcome) -> None:
-        """Report a request no more."""
-        self._open.pop(outcome, None)
-
     def lose(self, outcome: Outcome) -> None:
         """Note that a request has ended, and that nobody can wait for it any more."""
-        if outcome not in self._open:
+        if outcome not in self.open:
             return
         if outcome.error is None:
-            self._open.pop(outcome)
+            self.open.pop(outcome)
             self._lost[outcome.site] += 1
         if self._freed:
             # Nobody asks for a report any more.
             self._tell([outcome] if outcome.error is not None else [])
 
+    def take(self, other: Outcomes) -> None:
+        """Report those of another group, which is freed, as one's own."""
+        for outcome in other.open:
+            outcome._outcomes = self
+        self.open |= other.open
+        self._lost += other._lost
+        other.open = {}
+
     def free(self) -> None:
         """Report the requests that nobody can wait for any more, and later ones at once."""
         self._freed = True
-        self._tell([outcome for outcome in self._open if outcome.dropped])
+        self._tell([outcome for outcome in self.open if outcome.dropped])
 
     def report(self) -> bool:
         """Report all requests that nobody has waited for; tell whether none of them has failed."""
-        return self._tell(list(self._open))
+        return self._tell(list(self.open))
 
     def errors(self) -> list[Outcome]:
         """Return the requests that have failed without anybody having seen it."""
-        return _failed(self._open)
+        return _failed(self.open)
 
     def _tell(self, outcomes: Sequence[Outcome]) -> bool:
         """Print the errors of requests, and warn of those that have none."""
         for outcome in outcomes:
-            self._open.pop(outcome, None)
+            self.open.pop(outcome, None)
         failed = _failed(outcomes)
         for outcome in failed:
             assert outcome.error is not None

@@ -13,13 +13,14 @@ from arraycomm._protocol.waits.waiting import NAP, PATIENCE, give_up_core, nap_o
 from arraycomm._transports.base import Handle
 from arraycomm._transports.control import ControlChannel, SharedControl
 
-# Seconds in which ranks that call at about the same time have all called.
+# Seconds in which ranks that call at about the same time have all called; and after which the
+# thread takes up what a caller leaves alone. Most wait at once, and would share the interpreter.
 _GLANCE: Final = 2e-4
 # Polls between two times that the thread gives up the core.
 _POLLS: Final = 32
 # Seconds without the GIL: the longest wait for a rank that is late.
 _ASIDE: Final = 0.01
-# Seconds that the thread stays for the next program: to start another one takes longer than a short
+# Seconds that the thread stays without a program: to start another one takes longer than a short
 # message.
 _LINGER: Final = 0.05
 
@@ -32,41 +33,46 @@ class Program(Protocol):
 
 
 class ProgressThread:
-    """Calls `advance(polls)` in a thread that outlives the last `active` program by a moment."""
+    """Calls `advance(polls)` while `active` programs are left to it, and outlives them by a moment.
+
+    A caller that waits takes the programs over, and pushes on by itself. If `advance` raises, the
+    thread ends, and calls `lose(error)`.
+    """
 
     # Whether the system has refused this process a thread.
     refused: ClassVar[bool] = False
 
     def __init__(
-        self, advance: Callable[[int], None], active: Callable[[], Sequence[Program]]
+        self,
+        advance: Callable[[int], None],
+        active: Callable[[], Sequence[Program]],
+        lose: Callable[[BaseException], None],
     ) -> None:
-        self._advance, self._active = advance, active
+        self._advance, self._active, self._lose = advance, active, lose
         self._thread: threading.Thread | None = None
-        # Held by who looks at the thread's state: whether it waits for a program, and whether it
-        # may.
+        # Held by who starts the thread or ends it, or leaves programs to it.
         self._state = threading.Lock()
-        self._lingers, self._may_linger = False, True
-        # Released to end that wait.
-        self._wake = threading.Lock()
-        self._wake.acquire()
-        # Whether a caller waits just now and pushes on by itself: two would take turns for the
-        # core.
-        self._aside = False
+        # The number of the latest time that programs were left to the thread, 0 while it has none.
+        self._times = self._left = 0
+        # That of the programs which it has taken up.
+        self._taken = 0
+        self._may_linger = True
         # Set to end a wait without the GIL.
         self._woken = memoryview(bytearray(4)).cast("i")
 
-    def set_aside(self, aside: bool) -> None:
-        """Leave the programs to a caller, or do so no more."""
-        self._aside = aside
+    def take_over(self) -> None:
+        """Leave the programs to a caller until the next `start`."""
+        self._left = 0
         self._woken[0] = 1
 
     def start(self) -> None:
-        """Start the thread, if it does not run; have it look at its programs, if it does."""
-        self._woken[0] = 1
+        """Leave what is outstanding to the thread; have it look again if it does that already."""
         with self._state:
-            if self._lingers:
-                self._end_lingering()
-            elif self._thread is None:
+            if not self._left:
+                self._times += 1
+                self._left = self._times
+            self._woken[0] = 1
+            if self._thread is None:
                 thread = threading.Thread(target=self._run, name="arraycomm-progress", daemon=True)
                 try:
                     thread.start()
@@ -81,30 +87,48 @@ class ProgressThread:
         with self._state:
             thread, self._may_linger = self._thread, False
             self._woken[0] = 1
-            if self._lingers:
-                self._end_lingering()
         if thread is not None:
             thread.join(seconds)
         self._may_linger = True
 
-    def _end_lingering(self) -> None:
-        self._lingers = False
-        self._wake.release()
-
     def _run(self) -> None:
-        while self._has_programs():
-            self._woken[0] = 0
-            if not self._aside:
-                # Some MPI move a piece of the data with each poll. Late ranks come after one as
-                # well.
-                self._advance(_POLLS if self._moves() else 1)
-            if not self._aside and self._wait_without_gil():
-                continue
-            # Data moves only while somebody polls; ranks that are late come without that.
-            if self._moves() and not self._aside:
-                give_up_core()
-            else:
-                time.sleep(self._nap())
+        try:
+            while self._has_programs():
+                self._push()
+        except BaseException as error:
+            # A later program begins another thread.
+            self._thread = None
+            self._lose(error)
+
+    def _has_programs(self) -> bool:
+        """Return whether programs have been left for a moment; False, and it ends, if none come."""
+        waited, before = 0.0, self._taken
+        while True:
+            with self._state:
+                if not self._active():
+                    self._left = 0
+                left = self._left
+                if left and left == before:
+                    self._taken = left
+                    return True
+                if not left and not (self._may_linger and waited < _LINGER):
+                    self._thread = None
+                    return False
+            before = left
+            time.sleep(_GLANCE)
+            waited = 0.0 if left else waited + _GLANCE
+
+    def _push(self) -> None:
+        self._woken[0] = 0
+        # Some MPI move a piece of the data with each poll. Late ranks come after one as well.
+        self._advance(_POLLS if self._moves() else 1)
+        if self._left != self._taken or self._wait_without_gil():
+            return
+        # Data moves only while somebody polls; ranks that are late come without that.
+        if self._moves():
+            give_up_core()
+        else:
+            time.sleep(self._nap())
 
     def _wait_without_gil(self) -> bool:
         """Wait for late ranks in shared memory if the only program does; return whether it does."""
@@ -124,24 +148,6 @@ class ProgressThread:
         finally:
             waiting.looking.release()
         return True
-
-    def _has_programs(self) -> bool:
-        """Return whether there are programs, after a moment for new ones; else the thread ends."""
-        with self._state:
-            if self._active():
-                return True
-            self._lingers = lingers = self._may_linger
-        if lingers:
-            self._wake.acquire(timeout=_LINGER)
-        with self._state:
-            if lingers and not self._lingers:
-                # Released after the time was up, or acquired before.
-                self._wake.acquire(blocking=False)
-            self._lingers = False
-            if self._active():
-                return True
-            self._thread = None
-            return False
 
     def _nap(self) -> float:
         """Return the seconds to sleep: more if all programs have long waited for absent ranks."""

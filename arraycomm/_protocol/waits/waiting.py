@@ -24,6 +24,8 @@ _SLEPT: Final = 1e-4
 
 # Called during a wait with the seconds waited; raises if waiting on makes no sense.
 Watch = Callable[[float], None]
+# Called at each look of every wait: they stop the waits of threads that others leave behind.
+looks: Final[list[Callable[[], None]]] = []
 
 
 def give_up_core() -> None:
@@ -79,6 +81,8 @@ def done_after_all(done: Callable[[], bool], watch: Watch, waited: float) -> boo
 
     What came says better why others have left since.
     """
+    for look in looks:
+        look()
     try:
         watch(waited)
     except Exception:

@@ -6,8 +6,9 @@ waits long, the watchdog reports to the others what it waits in, so that their e
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 from math import inf
 from typing import Any, Final, ParamSpec, TypeVar
 
@@ -18,7 +19,7 @@ from arraycomm._protocol.waits import clock
 from arraycomm._protocol.waits.deadlock import DeadlockWatch, Wait
 from arraycomm._protocol.waits.still_waiting import StillWaiting, last_seen
 from arraycomm._transports.base import Transport
-from arraycomm._transports.notes import GAVE_UP, WELL, ExitNotice
+from arraycomm._transports.notes import ENDED, GAVE_UP, WELL, ExitNotice
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -29,11 +30,10 @@ _LONG_WAIT: Final = 0.1
 _ASK_AT: Final = (0.5, 0.9)
 # Seconds in which a message of a rank that has left still arrives.
 LAST_MESSAGE: Final = 0.5
+# Seconds in which programs end together, and with them the threads that Python does not wait for.
+_TOGETHER: Final = 10.0
 # Seconds in which a rank that waits beside one that has given up is likely to time out itself.
 _OWN_TIMEOUT: Final = 2.0
-# A rank that has waited for less, in seconds, when it sees that another has given up, has come
-# after that.
-_LATE: Final = 0.25
 
 
 def checked_timeout(timeout: Any) -> float | None:
@@ -69,6 +69,8 @@ class Watchdog:
         self._asked = 0
         # When a rank was first seen to have left because another had.
         self._alone_since = 0.0
+        # When ranks for which a daemon thread waits were first seen to have ended.
+        self._ended_since = 0.0
         # When a rank was first seen to have given up.
         self._given_up_since = 0.0
 
@@ -96,8 +98,8 @@ class Watchdog:
         wait = Wait(control.missing, *self.current, self._timeout, self._limit is None, None)
         left = control.notes.exit_notices()
         gone = [r for r, n in left.items() if n.step < control.step and n.state != GAVE_UP]
-        gone = gone or self._given_up(left, waited)
-        if gone:
+        gone = gone or self._given_up(left)
+        if gone and not self._may_end_too(gone, left):
             # A rank that found a deadlock has told so before it left.
             self.deadlocks.look(waited, wait, now=True)
             self._check_left(gone, left)
@@ -111,33 +113,53 @@ class Watchdog:
         if wait.timeout is not None and waited > wait.timeout:
             raise CommTimeoutError(self._timeout_text(waited, wait.timeout))
 
-    def _given_up(self, left: dict[int, ExitNotice], waited: float) -> list[int]:
-        """Return the ranks that gave up, if this one need not or cannot time out beside them."""
-        here, shared = self._control.step, self._control.shared
-        # In a step of messages, others may need what they have not passed on.
-        found = [r for r, n in left.items() if n.state == GAVE_UP and n.step < here + (not shared)]
+    def _may_end_too(self, gone: Sequence[int], left: dict[int, ExitNotice]) -> bool:
+        """Return whether this program may end as well as others have, before it misses a thread."""
+        if not threading.current_thread().daemon or any(left[r].state != ENDED for r in gone):
+            return False
+        self._ended_since = self._ended_since or clock.now()
+        return clock.now() < self._ended_since + _TOGETHER
+
+    def _given_up(self, left: dict[int, ExitNotice]) -> list[int]:
+        """Return the ranks that gave up, unless this one may be about to time out beside them."""
+        control = self._control
+        found = [r for r, n in left.items() if n.state == GAVE_UP and n.step < control.step]
         if found and not self._given_up_since:
-            comes_late = waited < _LATE and any(left[rank].step < here for rank in found)
-            self._given_up_since = clock.now() - comes_late * _OWN_TIMEOUT
+            missing = {*control.missing()}
+            comes_late = missing and missing <= {*found}
+            self._given_up_since = clock.now() - (_OWN_TIMEOUT if comes_late else 0)
         return found if found and clock.now() >= self._given_up_since + _OWN_TIMEOUT else []
+
+    def check_given_up(self) -> None:
+        """Raise if the call whose result is about to be returned has failed on another rank."""
+        if self._control.given_up():
+            left = self._control.notes.exit_notices()
+            gone = [rank for rank, notice in left.items() if notice.step < self._control.step]
+            cause = (_causes(gone, left) or gone)[0]
+            raise self.peer_error(cause, left[cause])
+
+    def check_sender(self, rank: int) -> None:
+        """Raise if a rank has failed that would wait until its message is received."""
+        notice = self._control.notes.exit_notices().get(rank)
+        if notice is not None and notice.state not in WELL:
+            raise self.peer_error(rank, notice)
 
     def _check_left(self, gone: list[int], left: dict[int, ExitNotice]) -> None:
         # Those that have left may have followed one that has died.
         self.check_for_deaths(besides=left)
-        # A rank that has a traceback of its own, or none because it finished, is the cause; the
-        # others followed it. Their notices may come before the step that tells of it.
-        causes = [rank for rank in gone if left[rank].text or left[rank].state in WELL]
+        # Notices of those that followed the cause may come before its own, which may take a while.
+        causes = _causes(gone, left)
         self._alone_since = self._alone_since or clock.now()
         if not causes:
             self.check_for_deaths()
-        outlives = self._transport.outlives
-        patience = max(self._transport.death_delay if outlives else 0.0, LAST_MESSAGE)
+        patience = max(self._transport.death_delay, _OWN_TIMEOUT)
         if causes or clock.now() > self._alone_since + patience:
             cause = (causes or gone)[0]
             raise self.peer_error(cause, left[cause])
 
     def _timeout_text(self, waited: float, timeout: float) -> str:
-        missing = self._control.missing()
+        there = self._control.withdrawing()
+        missing = [r for r in self._control.missing() if r not in there]
         return (
             f"waited {waited:.1f} s (timeout {timeout:g} s) in step {self._control.step} on rank "
             f"{self._control.rank}; "
@@ -153,7 +175,8 @@ class Watchdog:
         wait = wait._replace(timeout=wait.timeout or self._timeout, certain=certain)
         left = self._control.notes.exit_notices()
         gone = [peer for peer in peers if peer in left]
-        if len(gone) == len(peers) and waited > LAST_MESSAGE:
+        late = waited > LAST_MESSAGE and len(gone) == len(peers)
+        if late and not self._may_end_too(gone, left):
             self.deadlocks.look(waited, wait, now=True)
             cause = next((peer for peer in gone if left[peer].text), gone[0])
             raise self.peer_error(cause, left[cause])
@@ -180,25 +203,21 @@ class Watchdog:
 
     def check_for_deaths(self, patience: float = 0.0, besides: Container[int] = ()) -> None:
         """Raise if another rank's process, none of `besides`, died and this one was let live."""
-        if not self._transport.outlives:
-            return
         deadline = clock.now() + patience
         try:
-            while not (dead := self._dead(besides)) and clock.now() < deadline:
+            while not (dead := [r for r in self._transport.failed() if r not in besides]):
+                if clock.now() >= deadline:
+                    return
                 time.sleep(LAST_MESSAGE / 50)
         except TransportError as error:
             _raise_revoked(error)
             raise
-        if dead:
-            shrinks = self._transport.shrinks
-            raise PeerError(
-                f"rank {dead[0]} has died without a word; it {self.last_seen(dead[0])}"
-                + (". shrink() makes a communicator of the ranks that live" if shrinks else ""),
-                rank=dead[0],
-            )
-
-    def _dead(self, besides: Container[int]) -> list[int]:
-        return [rank for rank in self._transport.failed() if rank not in besides]
+        shrinks = self._transport.shrinks
+        raise PeerError(
+            f"rank {dead[0]} has died without a word; it {self.last_seen(dead[0])}"
+            + (". shrink() makes a communicator of the ranks that live" if shrinks else ""),
+            rank=dead[0],
+        )
 
     def peer_error(self, rank: int, notice: ExitNotice) -> PeerError:
         """Return the error that tells how a rank left."""
@@ -252,3 +271,8 @@ def _raise_revoked(error: TransportError) -> None:
         raise PeerError(
             "a rank has died, and another one has called shrink(): call it as well"
         ) from error
+
+
+def _causes(gone: Sequence[int], left: dict[int, ExitNotice]) -> list[int]:
+    """Return the ranks that others followed: they have a traceback of their own, or finished."""
+    return [rank for rank in gone if left[rank].text or left[rank].state in WELL]

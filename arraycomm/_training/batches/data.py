@@ -134,8 +134,9 @@ class DistributedDataContainer(Sequence[Any], Generic[DataT]):
     MismatchError
         The ranks have passed data of different lengths, or different settings.
     TypeError
-        `data` is none of these, or an IterableDataset of torch, also one with a length; the message
-        names a leaf of a tree that is no array.
+        `data` is none of these, such as a table by columns, a sparse or lazy array, a generator, or
+        an IterableDataset of torch, also one with a length; the message says what to pass, or names
+        a leaf of a tree that is no array.
     ValueError
         The arrays of a tree differ in length (the message has their paths), or a setting has a
         value that does not exist.

@@ -8,7 +8,7 @@ from contextlib import suppress
 from types import FunctionType, MethodType
 from typing import Any, Final
 
-from arraycomm._training.comparison.verification import plain, scalar
+from arraycomm._training.comparison.verification import is_private, plain, scalar
 
 # What a function knows of its rank, to print on one of them for example.
 OF_A_RANK: Final = frozenset(
@@ -19,8 +19,8 @@ OF_A_RANK: Final = frozenset(
 def constants_of(function: Any, name: str) -> list[tuple[str, Any]]:
     """Return a function's constants: in its code, bound to it, and of the functions it refers to.
 
-    What may change later, such as a list, and objects of other kinds are left out, but for the
-    functions in them.
+    Of a list of plain values it is what the list holds now: it may grow later on one rank. Objects
+    of other kinds are left out, but for the functions in them.
     """
     found: dict[str, Any] = {}
     for each, value in _walk(function, name, set()):
@@ -33,7 +33,7 @@ def constants_of(function: Any, name: str) -> list[tuple[str, Any]]:
 def _walk(value: Any, name: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
     value = scalar(value)
     if plain(value):
-        yield name, value
+        yield name, _as_it_is_now(value)
         return
     if id(value) in seen:
         return
@@ -56,6 +56,10 @@ def _walk(value: Any, name: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
                 yield from _walk(each, name, seen)
 
 
+def _as_it_is_now(value: Any) -> Any:
+    return tuple(map(_as_it_is_now, value)) if isinstance(value, tuple | list) else value
+
+
 def _walk_function(function: FunctionType, name: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
     code, called = function.__code__, function.__qualname__.replace("<locals>.", "")
     yield name, f"{function.__module__}.{called}"
@@ -67,5 +71,5 @@ def _walk_function(function: FunctionType, name: str, seen: set[int]) -> Iterato
             bound[key] = cell.cell_contents
     yield from _walk(function.__defaults__ or (), f"the defaults of {called}", seen)
     for key, value in sorted((bound | (function.__kwdefaults__ or {})).items()):
-        if key not in OF_A_RANK:
+        if key not in OF_A_RANK and not (is_private(key) and plain(scalar(value))):
             yield from _walk(value, f"{key} of {called}", seen)

@@ -25,23 +25,13 @@ _MOST_ELEMENTS: Final = 1 << 30
 
 
 class Item(NamedTuple):
-    """One thing that ranks compare.
+    """One thing that ranks compare."""
 
-    Attributes
-    ----------
-    name : str
-        How messages call it.
-    kind : str
-        Its type, or its dtype and shape.
-    digest : int
-        Of its value.
-    text : str
-        Its value, unless it is an array.
-    """
-
+    # How messages call it, and its type, or its dtype and shape.
     name: str
     kind: str
     digest: int
+    # The value, unless it is an array.
     text: str = ""
 
 
@@ -80,28 +70,17 @@ class _Bytes(Detail):
 
 
 class Difference(NamedTuple):
-    """The first difference.
-
-    Attributes
-    ----------
-    name : str
-        What differs.
-    said : str
-        What each rank has, with the line of its program.
-    is_array, same_kind : bool
-        Whether it is an array, and whether all ranks' have one dtype and shape.
-    differing, total : int
-        How many things of this kind differ, of how many.
-    reordered : bool
-        Whether every rank has the same things, in another order.
-    """
+    """The first difference between ranks, and how many things of its kind differ."""
 
     name: str
+    # What each rank has, with the line of its program.
     said: str
     is_array: bool
+    # Whether all ranks' arrays have one dtype and shape.
     same_kind: bool
     differing: int
     total: int
+    # Whether every rank has the same things, in another order.
     reordered: bool
 
 

@@ -14,8 +14,9 @@ import numpy as np
 
 from arraycomm._arrays.buffer import Array
 from arraycomm._arrays.exchange import exchange
+from arraycomm._arrays.views import view
 from arraycomm._protocol.header import digest
-from arraycomm._trees.pytrees import is_torch
+from arraycomm._trees.nodes import is_torch
 
 _BLOCK_WORDS: Final = 1024
 BLOCK_BYTES: Final = 8 * _BLOCK_WORDS
@@ -46,7 +47,8 @@ def block_sums(x: Any) -> Array:
 
 def bytes_of(x: Any) -> Array:
     """Return the elements of an array as bytes in C order, in host memory."""
-    array = np.asarray(exchange(x.detach().cpu() if is_torch(x, "Tensor") else x, "numpy"))
+    # Not shared with NumPy, which would forbid to resize it from then on.
+    array = view(x.detach().cpu()).array if is_torch(x, "Tensor") else exchange(x, "numpy")
     raw: Array = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     return raw
 

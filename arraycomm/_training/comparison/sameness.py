@@ -6,7 +6,6 @@ import enum
 import random
 import sys
 from collections.abc import Iterator
-from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, Final
 
 import numpy as np
@@ -21,11 +20,12 @@ from arraycomm._protocol.header import Signature, digest
 from arraycomm._session import world
 from arraycomm._training.comparison.differences import Item, array_item, find_difference
 from arraycomm._transports.base import Steps
-from arraycomm._trees.pytrees import flatten, is_torch
+from arraycomm._trees.nodes import is_torch
+from arraycomm._trees.pytrees import flatten
 from arraycomm._trees.states import state_of
+from arraycomm._trees.static import Static, name_of, texts_of
 
 _TEXTS: Final = (type(None), bool, int, float, complex, str, bytes, np.generic, enum.Enum)
-_NAMED: Final = (type, FunctionType, BuiltinFunctionType, MethodType, np.ufunc)
 # Characters of a value that messages show.
 _SHOWN: Final = 100
 
@@ -86,7 +86,7 @@ class RaiseOnDifference(Operation):
 
     def _look(self, tree: Any, name: str) -> Iterator[Item]:
         """Return what is compared of a tree."""
-        flat = flatten(tree, name)
+        flat = flatten(tree, name, rebuilds=False)
         for path, leaf in (*zip(flat.paths, flat.leaves, strict=True), *flat.stayed):
             yield from self._look_at(leaf, path)
         for extra in flat.extras:
@@ -94,6 +94,8 @@ class RaiseOnDifference(Operation):
         for line in flat.structure.splitlines():
             path, _, kind = line.rpartition(": ")
             yield Item(f"the type of {path}", kind, 0, kind)
+        for path, text in texts_of(flat.static, alone=self.group.size == 1):
+            yield Item(path, "", digest(text), text)
 
     def _look_at(self, leaf: Any, path: str) -> Iterator[Item]:
         """Return what is compared of a leaf."""
@@ -108,13 +110,13 @@ class RaiseOnDifference(Operation):
                 raise TypeError(f"{path}: {error}") from error
         elif isinstance(leaf, set | frozenset):
             yield from self._look(sorted(map(repr, leaf)), path)
-        elif isinstance(leaf, _NAMED):
-            called = f"{leaf.__module__}.{leaf.__qualname__}"
-            yield Item(path, kind, 0, called)
         elif (state := state_of(leaf, path)) is not None:
             yield from self._look(state.value, f"{path}.state_dict()")
         elif (found := _generator_state(leaf)) is not None:
             yield from self._look(found, f"{path}.state")
+        elif name_of(leaf) is not None:
+            [(_, called)] = texts_of([Static(None, [(path, leaf)])], alone=True)
+            yield Item(path, kind, 0, called)
         else:
             of_contents, text = digest(dumps(leaf, path).tobytes()), repr(leaf)[:_SHOWN]
             # What says where an object is says nothing about it.

@@ -22,7 +22,14 @@ from arraycomm._training.comparison.differences import Difference, Item, array_i
 from arraycomm._transports.base import Steps
 
 DEFAULT_STEPS: Final = 100
+# What the names of a module's buffers begin with.
+BUFFER: Final = "buffer "
 _NAME: Final = "DistributedOptimizer"
+_PRIVATE: Final = (
+    " What else is meant to differ, such as a path or scratch memory, belongs under a key of a "
+    "torch optimizer, an attribute or a variable that begins with an underscore: these are not "
+    "compared; verify_every=0 compares nothing"
+)
 # The words of a header, behind its length: of the settings, of the arrays (0: not shown), and the
 # steps since these were.
 _SETTINGS, _ARRAYS, _AGE = range(1, 4)
@@ -44,26 +51,15 @@ def nothing_shown(*_: object, **__: object) -> None:
 
 
 class Inputs(NamedTuple):
-    """What a step depends on, on this rank.
+    """What a step depends on, on this rank."""
 
-    Attributes
-    ----------
-    settings : sequence of (name, value)
-        Hyperparameters: numbers, text, None, and tuples of these.
-    parameters : callable
-        Returns the parameters: pairs of a name and an array.
-    state : callable
-        Returns the arrays of the optimizer's state, in the same way.
-    constants : tuple of (name, value)
-        Settings that never change: the same tuple in each step.
-    counts : sequence of (name, number)
-        What changes with every step.
-    """
-
+    # Hyperparameters: numbers, text, None, and tuples of these.
     settings: Sequence[tuple[str, Any]]
     parameters: Callable[[], Arrays]
     state: Callable[[], Arrays] = tuple
+    # Settings that never change: the same tuple in each step.
     constants: tuple[tuple[str, Any], ...] = ()
+    # What changes with every step.
     counts: Sequence[tuple[str, Any]] = ()
 
     def taken(self) -> list[tuple[str, Any]]:
@@ -72,13 +68,7 @@ class Inputs(NamedTuple):
 
 
 class Look:
-    """What this rank shows in one call.
-
-    Attributes
-    ----------
-    words : tuple of int
-        Of its header.
-    """
+    """What this rank shows in one call; `words` are those of its header."""
 
     def __init__(
         self, owner: Verification, inputs: Inputs, reduced: object, *, stepping: bool, due: bool
@@ -89,16 +79,17 @@ class Look:
         # In this order, since others follow from the first.
         self._settings = (inputs.constants, inputs.settings, inputs.counts) if shows else ()
         self._arrays = _arrays_of(inputs, alike=owner.alike) if due else {}
-        self._items = [array_item(name, array) for name, array in self._arrays.items()]
+        self._items = [_item(name, array) for name, array in self._arrays.items()]
         if due and owner.alike:
             # First, since others may follow from these; also if there are no arrays here, but on
             # other ranks.
             self._items[:0] = _setting_items(inputs.constants)
         shown = 0
         if self._items:
-            frameworks = (type(x).__module__.partition(".")[0] for x in self._arrays.values())
+            # However many arrays of each: a rank may have one more.
+            frameworks = {type(x).__module__.partition(".")[0] for x in self._arrays.values()}
             shown = digest([item[:3] for item in self._items]) & ~_LOW
-            shown |= digest(owner.framework, *frameworks) & _FRAMEWORKS
+            shown |= digest(owner.framework, *sorted(frameworks)) & _FRAMEWORKS
             shown = (shown or ~_LOW) | owner.was_compared(reduced)
         self.words = (owner.digest(inputs) if shows else 0, shown, owner.age_of(reduced))
 
@@ -113,6 +104,15 @@ class Look:
             self._owner.note_compared(self._reduced)
         elif self._stepping:
             self._owner.note_step(self._reduced, max(row[_AGE] for row in rows))
+
+
+def _item(name: str, array: Any) -> Item:
+    try:
+        return array_item(name, array)
+    except (TypeError, BufferError, ValueError, RuntimeError) as error:
+        raise TypeError(
+            f"{name} cannot be compared between ranks: {error}.{_ways_out(name)}"
+        ) from error
 
 
 def _setting_items(settings: Iterable[tuple[str, Any]]) -> list[Item]:
@@ -156,38 +156,47 @@ def _message(found: Difference, *, settings: bool) -> str:
     if settings or not found.is_array:
         return begin + (
             "Hyperparameters and schedules must be the same on every rank: compute what decides "
-            "them from values that are, such as mean_metrics, and load a state on every rank"
+            "them from values that are, such as mean_metrics, and load a state on every rank."
+            f"{_PRIVATE}"
         )
     if not found.same_kind:
-        return (
-            begin + "Every rank must have the same parameters and the same state, in the same order"
+        return begin + (
+            "Every rank must have the same parameters and the same state, in the same order; if "
+            f"module= is passed, names prove that of torch's.{_ways_out(found.name)}"
         )
     if found.reordered:
         return begin + (
             "The ranks have the same parameters in another order; list them in one order on every "
-            "rank, for example sorted by name: Python orders a set of names differently in each "
-            "process"
+            "rank, for example sorted by name, or pass module=, which gives torch's their names: "
+            "Python orders a set of names differently in each process"
         )
-    return begin + (
-        f"{found.differing} of {found.total} arrays differ. Before the first step, call "
-        "arraycomm.synchronize on the parameters on every rank; later, change parameters and state "
-        "on all ranks alike, or call it after a change on one. Leave parameters that are meant to "
-        "differ, such as an adapter of each rank's own, to another optimizer, which is not "
-        "distributed"
+    return f"{begin}{found.differing} of {found.total} arrays differ.{_ways_out(found.name)}"
+
+
+def _ways_out(name: str) -> str:
+    """Return how an array becomes the same on all ranks, or is left out."""
+    if name.startswith(BUFFER):
+        buffer = name.removeprefix(BUFFER).partition(",")[0]
+        return (
+            " Buffers are not reduced. Call arraycomm.synchronize(module) before the first step "
+            "and after a change on one rank; for running statistics also "
+            "convert_sync_batchnorm(module), since those of other batch norms are of each rank's "
+            "own batches. Or leave a buffer out by name: "
+            f"module._ddp_params_and_buffers_to_ignore = [{buffer!r}]"
+        )
+    return (
+        " Before the first step, also if Horovod's broadcast came after it, call "
+        "arraycomm.synchronize on the parameters and the optimizer on every rank; later, change "
+        "parameters and state on all ranks alike, with random numbers of the same seeds, or call "
+        "it after a change on one. Leave parameters that are meant to differ, such as an adapter "
+        f"of each rank's own, to another optimizer, which is not distributed.{_PRIVATE}"
     )
 
 
 class Verification:
-    """What one optimizer's ranks compare, and when.
+    """What one optimizer's ranks compare, and when; `every` 0 compares nothing.
 
-    Parameters
-    ----------
-    every : int
-        Steps after which the arrays are compared again; 0 compares nothing.
-    framework : str
-        That of this rank's optimizer.
-    alike : bool
-        Whether all ranks' optimizers are of one framework: only then have they names in common.
+    Only if all ranks' optimizers are `alike`, of one framework, have they names in common.
     """
 
     def __init__(self, every: int, framework: str, *, alike: bool) -> None:
@@ -262,6 +271,14 @@ class Verification:
         # A hash of numbers is the same in every process, unless one is NaN.
         numbers = [_NAN if isnan(number) else number for _, number in inputs.counts]
         return hash((self._last[1], *numbers)) or 1
+
+
+def is_private(key: Any) -> bool:
+    """Return whether a name is of no concern to other ranks.
+
+    What a value of such a name does to an update is seen in the parameters.
+    """
+    return str(key).startswith("_")
 
 
 def plain(value: Any) -> bool:

@@ -16,36 +16,16 @@ from arraycomm._trees.pytrees import flatten
 
 
 class Compressor:
-    """The compression of one optimizer, and what it remembers.
-
-    Parameters
-    ----------
-    compression : str, Compression or None
-        As passed to `DistributedOptimizer`.
-    comm : Communicator
-        The optimizer's own.
-    op : str
-        "mean" or "sum" over ranks.
-
-    Attributes
-    ----------
-    described : str
-        The compression, as the ranks compare it.
-    dtype : str or None
-        The `compression` of `allreduce_gradients`.
-    feedback : ErrorFeedback or None
-        What changes gradients before they are reduced.
-    hook : Hook or None
-        What reduces gradients in place of `allreduce_gradients`.
-    states : States or None
-        What either remembers of each parameter, unless that is in the optimizer's own state.
-    """
+    """The compression of one optimizer, and what it remembers."""
 
     def __init__(self, compression: str | Compression | None, comm: Communicator, op: str) -> None:
         self.described = described(compression)
+        # The `compression` of `allreduce_gradients`.
         self.dtype: str | None = None
+        # What changes gradients before they are reduced, and what reduces them instead.
         self.feedback: ErrorFeedback | None = None
         self.hook: Hook | None = None
+        # What either remembers of each parameter, unless the optimizer's own state has it.
         self.states: States | None = None
         if not isinstance(compression, Compression):
             self.dtype = compression
@@ -89,6 +69,8 @@ class Compressor:
 
     def fed_back(self, leaves: Leaves) -> Leaves:
         """Return what is sent for gradients, by number: with error feedback, not quite the same."""
+        if self.feedback is None:
+            return leaves
         return {number: self._fed_back(number, leaf) for number, leaf in leaves.items()}
 
     def _fed_back(self, number: int, leaf: Any) -> Any:

@@ -21,11 +21,6 @@ class States:
     """The states of an optimizer's parameters, by their numbers.
 
     New states count once a reduction has succeeded.
-
-    Attributes
-    ----------
-    compression : Compression
-        Whose they are.
     """
 
     def __init__(self, compression: Compression, kept: Mapping[int, State] | None = None) -> None:

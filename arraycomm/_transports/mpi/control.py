@@ -8,8 +8,9 @@ as a node.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from mpi4py import MPI
@@ -22,7 +23,14 @@ from arraycomm._transports.mpi.nodes import NodeExchange, native_steps
 from arraycomm._transports.mpi.notes import MpiNotes
 from arraycomm._transports.mpi.pieces import Pieces
 from arraycomm._transports.mpi.routes import Places
-from arraycomm._transports.notes import fence
+from arraycomm._transports.notes import ExitNotice, fence
+
+# Seconds. A rank that gives up a step has waited for longer since it began the step before.
+_SOON: Final = 1e-3
+# Looks for the notices of others: MPI may need some to see a message that is there. A look takes
+# about a microsecond, all together a half per cent of the time since.
+_MOST_LOOKS: Final = 50
+_LOOKS: Final = 5000
 
 
 class MpiControl(ControlChannel):
@@ -57,6 +65,10 @@ class MpiControl(ControlChannel):
             self.slots = memory[: 2 * size * slot]
             self.native = native_steps(self._exchange, memory, rank, members, slot)
         self._pending = self._started = self._received = self._natively = False
+        # When this rank began its last step and the one before, as far as Python knows; and the
+        # ranks that have given up the step that is complete otherwise.
+        self._begun = self._before = 0.0
+        self._given_up: list[int] = []
         KEPT_ALIVE.add(self)
         self.notes: MpiNotes = MpiNotes(between, lambda: self.step)
 
@@ -67,6 +79,7 @@ class MpiControl(ControlChannel):
         if self._stamps:
             fence()
         self.my_words[parity][0] = step
+        self._before, self._begun = self._begun, time.monotonic()
         self._pending = True
         self._started = self._received = self._natively = False
         if not self._stamps:
@@ -77,9 +90,18 @@ class MpiControl(ControlChannel):
         self._started = self._received = False
 
     def done(self) -> bool:
-        if self._pending:
-            self._pending = not (self._lead() if self._leads else self._follow())
+        if self._pending and (self._lead() if self._leads else self._follow()):
+            self._given_up = [*self.given_up()]
+            self._pending = bool(self._given_up)
         return not self._pending
+
+    def given_up(self) -> dict[int, ExitNotice]:
+        since = time.monotonic() - self._before
+        if since < _SOON:
+            return {}
+        for _ in range(min(int(_LOOKS * since), _MOST_LOOKS)):
+            self.notes.answer_requests()
+        return super().given_up()
 
     def _follow(self) -> bool:
         """Return whether the first rank of this node has all slots."""
@@ -145,8 +167,8 @@ class MpiControl(ControlChannel):
         return any(words[stamp] < step for stamp in self._stamps)
 
     def missing(self) -> list[int]:
-        if not self._pending:
-            return []
+        if not self._pending or self._given_up:
+            return self._given_up
         words, step = self.words[self.step & 1], self.step
         here = [r for r in self._neighbours if words[r * self.stride] < step]
         elsewhere = [r for r in self.peers if r not in self._neighbours]

@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 import os
-from typing import Final
 
 import numpy as np
 from mpi4py import MPI
 
 from arraycomm._transports.base import Bytes
-from arraycomm._transports.shared_files import share_file
-
-# The longest path of a file.
-_PATH: Final = 4096
+from arraycomm._transports.shared_files import LONGEST, Agree, Tell, share_file
 
 
 def shared_memory(comm: MPI.Intracomm, nbytes: int) -> Bytes | None:
     """Map one zeroed file on all ranks, or return None on all if one of them cannot."""
+    return share_file(nbytes, *tell_and_agree(comm), makes=comm.rank == 0)
 
-    def tell(path: str) -> str:
-        text = np.frombuffer(path.encode().ljust(_PATH, b"\0"), np.uint8).copy()
+
+def tell_and_agree(comm: MPI.Intracomm) -> tuple[Tell, Agree]:
+    """Return how the ranks tell one another of a file of rank 0's."""
+
+    def tell(told: str) -> str:
+        text = np.frombuffer(told.encode().ljust(LONGEST, b"\0"), np.uint8).copy()
         finish(comm.Ibcast([text, MPI.BYTE]))
         return text.tobytes().rstrip(b"\0").decode()
 
-    return share_file(nbytes, tell, lambda opened: on_all(comm, opened), makes=comm.rank == 0)
+    return tell, lambda opened: on_all(comm, opened)
 
 
 def on_all(comm: MPI.Intracomm, fact: bool) -> bool:

@@ -14,12 +14,13 @@ from mpi4py import MPI
 from arraycomm._errors import TransportError
 from arraycomm._transports.base import DIRECT_RANKS, Blocks, Bytes, Handle, Transport
 from arraycomm._transports.control import ControlChannel, SharedControl
+from arraycomm._transports.lives import DELAY, Lives, find_lives
 from arraycomm._transports.mailbox import Mailbox
 from arraycomm._transports.mpi.chain import make_chain
 from arraycomm._transports.mpi.control import MpiControl
 from arraycomm._transports.mpi.direct import DirectMessages
 from arraycomm._transports.mpi.failures import failed_ranks, shrunk, survives_failures, translated
-from arraycomm._transports.mpi.memory import finish, shared_memory
+from arraycomm._transports.mpi.memory import finish, shared_memory, tell_and_agree
 from arraycomm._transports.mpi.movement import begin, vector
 from arraycomm._transports.mpi.notes import TAG as NOTES
 from arraycomm._transports.mpi.pairs import MpiPair
@@ -31,6 +32,8 @@ from arraycomm._transports.pairs import Pair
 # Polls before a waiting rank gives up its core. More would delay the rank that it waits for, if
 # both share the core.
 _SPINS: Final = 8
+# Seconds in which an MPI that survives a death knows of it.
+_MPI_KNOWS: Final = 5.0
 
 
 class MPITransport(Transport):
@@ -41,18 +44,25 @@ class MPITransport(Transport):
     copied = 64 << 10
 
     def __init__(
-        self, comm: MPI.Intracomm, *, share: bool = True, nodes: Sequence[int] | None = None
+        self,
+        comm: MPI.Intracomm,
+        *,
+        share: bool = True,
+        nodes: Sequence[int] | None = None,
+        lives: Lives | None = None,
     ) -> None:
         self.mpi_comm: MPI.Intracomm = comm
         self.rank, self.size = comm.rank, comm.size
         self.threaded = MPI.Query_thread() == MPI.THREAD_MULTIPLE
-        self.outlives = self.shrinks = survives_failures()
+        self.shrinks = survives_failures()
+        self.death_delay = _MPI_KNOWS if self.shrinks else DELAY
         self._share = share
         # Messages of this rank to itself: MPI may finish a send only when it is received.
         self._own = Mailbox()
         # Whether these are looked at first: in turn, so that neither of two streams has to end.
         self._own_first = False
-        self._nodes = _find_nodes(comm) if nodes is None else nodes
+        known = _look_around(comm) if nodes is None else (nodes, lives or Lives({}))
+        self._nodes, self._lives = known
         own = self._nodes[self.rank]
         self.local_rank = self._nodes[: self.rank].count(own)
         self.local_size = self._nodes.count(own)
@@ -149,7 +159,8 @@ class MPITransport(Transport):
             if comm is None:
                 return None
             nodes = [self._nodes[member] for member in members]
-            return MPITransport(comm, share=self._share, nodes=nodes)
+            lives = self._lives.of(members)
+            return MPITransport(comm, share=self._share, nodes=nodes, lives=lives)
         except MPI.Exception as error:
             raise TransportError(
                 f"MPI made no further communicator: {error.Get_error_string()}; there is room for "
@@ -178,10 +189,12 @@ class MPITransport(Transport):
         self.mpi_comm.Iprobe()
 
     def failed(self) -> list[int]:
-        return failed_ranks(self.mpi_comm)
+        # What MPI knows first: its messages fail then.
+        known = failed_ranks(self.mpi_comm) if self.shrinks else []
+        return known or self._lives.dead(self.control.notes)
 
     def shrink(self) -> Transport | None:
-        if not self.outlives:
+        if not self.shrinks:
             return None
         try:
             return MPITransport(shrunk(self.mpi_comm, self._between), share=self._share)
@@ -198,9 +211,11 @@ def _duplicate(comm: MPI.Intracomm) -> MPI.Intracomm:
     return made
 
 
-def _find_nodes(comm: MPI.Intracomm) -> Sequence[int]:
-    """Return, for each rank, the first rank on its node."""
-    local = comm.Split_type(MPI.COMM_TYPE_SHARED)
-    nodes: list[int] = comm.allgather(local.bcast(comm.rank))
-    local.Free()
-    return nodes
+def _look_around(comm: MPI.Intracomm) -> tuple[Sequence[int], Lives]:
+    """Return, for each rank, the first rank on its node; and the lives of the ranks on this one."""
+    here = cast(MPI.Intracomm, comm.Split_type(MPI.COMM_TYPE_SHARED))
+    nodes: list[int] = comm.allgather(here.bcast(comm.rank))
+    members = [rank for rank, node in enumerate(nodes) if node == nodes[comm.rank]]
+    lives = find_lives(*tell_and_agree(here), here.rank, members)
+    here.Free()
+    return nodes, lives

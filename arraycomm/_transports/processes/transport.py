@@ -17,19 +17,16 @@ import numpy as np
 from arraycomm._errors import TransportError
 from arraycomm._transports.base import Blocks, Bytes, Handle, Transport
 from arraycomm._transports.control import SharedControl
-from arraycomm._transports.notes import FAILED, GAVE_UP
+from arraycomm._transports.lives import DELAY, Lives, find_lives
 from arraycomm._transports.parts import Parts, PartsTransport
-from arraycomm._transports.processes.lives import DELAY, Lives
 from arraycomm._transports.processes.ring_messages import Messages
 from arraycomm._transports.processes.rings import Ring, Transfer
-from arraycomm._transports.shared_files import close_file, make_file, open_file, share_file
+from arraycomm._transports.shared_files import LONGEST, share_file
 
 # As many polls as ranks of MPI make before they give up their cores.
 _SPINS: Final = 8
 # Memory in which parts begin has no line of a processor's cache in common with the part before.
 _LINES: Final = 128
-# The longest path of a file.
-_PATH: Final = 4096
 _Transfers = list[Transfer]
 
 
@@ -63,7 +60,6 @@ class ProcessesTransport(PartsTransport):
 
     name = "processes"
     spins = _SPINS
-    outlives = True
     death_delay = DELAY
 
     def __init__(self, memory: Bytes, rank: int, size: int, lives: Lives) -> None:
@@ -108,16 +104,25 @@ class ProcessesTransport(PartsTransport):
             messages.pump()
 
     def split(self, color: int | None, members: Sequence[int]) -> Transport | None:
+        opened = False
+
+        def tell(told: str) -> str:
+            known = self._exchanged(told.encode().ljust(LONGEST, b"\0"))
+            return "" if color is None else known[members[0]].rstrip(b"\0").decode()
+
+        def agree(mine: bool) -> bool:
+            nonlocal opened
+            opened = b"\0" not in self._exchanged(bytes([mine or color is None]))
+            return opened
+
         leads = color is not None and members[0] == self.rank
-        nbytes = memory_bytes(len(members))
-        own = make_file(nbytes) if leads else ""
-        paths = self._exchanged(own.encode().ljust(_PATH, b"\0"))
-        memory = None if color is None else _open(paths[members[0]], nbytes)
-        opened = self._exchanged(bytes([color is None or memory is not None]))
-        if own:
-            close_file(own)
-        if b"\0" in opened:
-            raise TransportError("not every rank could open the memory that a new group shares")
+        nbytes = 0 if color is None else memory_bytes(len(members))
+        memory = share_file(nbytes, tell, agree, makes=leads)
+        if not opened:
+            raise TransportError(
+                "not every rank could open the memory that a new group shares; make room in "
+                "/dev/shm, and let containers have the same one: docker run --ipc=host"
+            )
         if memory is None:
             return None
         made = type(self)(memory, members.index(self.rank), len(members), self._lives.of(members))
@@ -134,6 +139,8 @@ class ProcessesTransport(PartsTransport):
         handle = self.allgather(Blocks(rows.reshape(-1), lengths, offsets))
         while not handle.done():
             os.sched_yield()
+            if dead := self.failed():
+                raise TransportError(f"rank {dead[0]} has died while a new group was made")
         return [row.tobytes() for row in rows]
 
     def free(self) -> None:
@@ -144,10 +151,7 @@ class ProcessesTransport(PartsTransport):
         return [0] * self.size
 
     def failed(self) -> list[int]:
-        left = self.control.notes.exit_notices()
-        # Those that have left may have followed one that has died.
-        dead = self._lives.dead(at_once=bool(left))
-        return [rank for rank in dead if rank not in left or left[rank].state in (FAILED, GAVE_UP)]
+        return self._lives.dead(self.control.notes)
 
     def abort(self, code: int) -> None:
         for stream in (sys.stdout, sys.stderr):
@@ -157,18 +161,16 @@ class ProcessesTransport(PartsTransport):
         os._exit(code)
 
 
-def _open(path: bytes, nbytes: int) -> Bytes | None:
-    return open_file(path.rstrip(b"\0").decode(), nbytes)
-
-
 # The meeting
 
 Put = Callable[[str, str], object]
 Get = Callable[[str], str]
 
 
-def meet(put: Put, get: Get, rank: int, size: int) -> Bytes | None:
-    """Return the memory that the ranks share, made by rank 0; None on all if one cannot open it.
+def meet(put: Put, get: Get, rank: int, size: int) -> tuple[Bytes | None, Lives]:
+    """Return the memory that the ranks share, made by rank 0, and what tells which of them die.
+
+    The memory is None on all if one cannot open it.
 
     `put(key, text)` and `get(key)` are those of a store that all ranks can reach; `get` waits for
     what another rank puts.
@@ -186,4 +188,5 @@ def meet(put: Put, get: Get, rank: int, size: int) -> Bytes | None:
         put(f"{tries}/opened/{rank}", "yes" if opened else "no")
         return "no" not in [get(f"{tries}/opened/{other}") for other in range(size)]
 
-    return share_file(memory_bytes(size), tell, agree, makes=rank == 0)
+    memory = share_file(memory_bytes(size), tell, agree, makes=rank == 0)
+    return memory, Lives({}) if memory is None else find_lives(tell, agree, rank, range(size))

@@ -13,18 +13,16 @@ from arraycomm._arrays.buffer import Array
 from arraycomm._cuda import device, libnccl
 from arraycomm._cuda.nccl_link import let_share, lets_share, refuse_sharing
 from arraycomm._dtypes import BY_DTYPE
-from arraycomm.cli.bench.contenders import (
-    OWN,
+from arraycomm.cli.bench.cases import (
+    Calls,
     Case,
-    Contender,
     Field,
     UnsupportedError,
     as_numpy,
+    in_place,
     installed,
     into,
-    own,
 )
-from arraycomm.cli.bench.lines import Entry, enter
 
 FRAMEWORKS: Final = ("cupy", "torch")
 _NCCL_SUM: Final = 0
@@ -52,8 +50,13 @@ def _no_torch() -> str:
     return f"{found}; install one that has, or pass --frameworks cupy"
 
 
+def usual() -> list[str]:
+    """Return the frameworks that are measured if none is asked for."""
+    return ["cupy", "torch"] if installed("torch") and not _no_torch() else ["cupy"]
+
+
 class DeviceField(Field):
-    """The communicators that contenders use, and the device of this rank."""
+    """The ranks and their communicators, and the device of this rank."""
 
     def __init__(self, comm: Communicator) -> None:
         import cupy
@@ -65,6 +68,29 @@ class DeviceField(Field):
         self._probe = cupy.ones(1, "float32")
         comm.allreduce(self._probe)
         self._runtime = cupy.cuda.runtime
+
+    def keys(self, framework: str, *, tree: bool) -> list[str]:
+        """Return the keys of the contenders for a framework's arrays."""
+        return [
+            "out",
+            "fresh",
+            "unchecked",
+            {"cupy": "nccl", "torch": "torch-nccl"}[framework],
+            "copy",
+        ]
+
+    def place(self, values: Array, framework: str) -> Any:
+        """Return a new array on the device."""
+        made = arraycomm.exchange(values, framework, copy=True)
+        return made.to(f"cuda:{self.number}") if framework == "torch" else made
+
+    def clear(self, array: Any, framework: str) -> None:
+        """Overwrite an array with zeros."""
+        if framework == "torch":
+            array.zero_()
+        else:
+            # As bytes, since CuPy has no kernels for some dtypes.
+            self._runtime.memsetAsync(array.data.ptr, 0, array.nbytes, _stream())
 
     def finish(self) -> None:
         """Wait for the device: calls only enqueue work on it."""
@@ -82,7 +108,7 @@ class DeviceField(Field):
     def nccl(self) -> Any:
         """CuPy's NCCL communicator; making it waits for all ranks."""
         self.check_sharing()
-        return self._start("CuPy's NCCL", self._join_nccl)
+        return self.start("CuPy's NCCL", self._join_nccl)
 
     def _join_nccl(self) -> Any:
         from cupy.cuda import nccl
@@ -106,120 +132,48 @@ class DeviceField(Field):
         return list(self.mpi.allgather(device.uuid(self.number)))
 
 
-class DeviceCase(Case):
-    """One array to sum, and memory for the result, on the device; one pair for each framework."""
-
-    def __init__(self, dtype: str, nbytes: int, field: DeviceField) -> None:
-        super().__init__(dtype, nbytes, field.rank, field.size)
-        self._number = field.number
-        self._on_device: dict[str, tuple[Any, Any]] = {}
-
-    def arrays(self, framework: str) -> tuple[Any, Any]:
-        """Return `x` and `y` as arrays of a framework."""
-        if framework not in self._on_device:
-            try:
-                made = [self.moved(array, framework) for array in (self.x, self.y)]
-            except (TypeError, ValueError, NotImplementedError) as error:
-                raise UnsupportedError(f"{framework} has no {self.dtype_name}: {error}") from error
-            self._on_device[framework] = made[0], made[1]
-        return self._on_device[framework]
-
-    def moved(self, array: Array, framework: str) -> Any:
-        """Return a new array on the device."""
-        made = arraycomm.exchange(array, framework, copy=True)
-        return made.to(f"cuda:{self._number}") if framework == "torch" else made
-
-    def clear(self, framework: str) -> None:
-        """Overwrite with zeros what the last contender of a framework left in `y`."""
-        _, y = self.arrays(framework)
-        if framework == "torch":
-            y.zero_()
-        else:
-            import cupy
-
-            # As bytes, since CuPy has no kernels for some dtypes.
-            stream = cupy.cuda.get_current_stream().ptr
-            cupy.cuda.runtime.memsetAsync(y.data.ptr, 0, self.nbytes, stream)
-
-
-def enter_all(
-    field: DeviceField, case: DeviceCase, names: Sequence[str] | None, only: Sequence[str]
-) -> list[Entry]:
-    """Return who takes part with an array."""
-    frameworks = _usual() if names is None else names
-    wanted = [(f, key) for f in frameworks for key in keys_of(f) if key in only]
-    return [enter(field, case, key, framework, _make) for framework, key in wanted]
-
-
-def _usual() -> list[str]:
-    return ["cupy", "torch"] if installed("torch") and not _no_torch() else ["cupy"]
-
-
-def keys_of(framework: str) -> list[str]:
-    """Return the keys of the contenders for a framework's arrays on a device."""
-    return [*OWN, "nccl" if framework == "cupy" else "torch-nccl", "copy"]
-
-
-def _make(key: str, framework: str, case: DeviceCase, field: Field) -> Contender:
-    """Return a contender, or raise `UnsupportedError`."""
-    assert isinstance(field, DeviceField), "only a DeviceField has a device"
-    return own(key, framework, case, field) if key in OWN else _MAKERS[key](framework, case, field)
-
-
-def _nccl(framework: str, case: DeviceCase, field: DeviceField) -> Contender:
-    import cupy
-
+def _nccl(field: DeviceField, case: Case, framework: str) -> Calls:
     kind = BY_DTYPE[case.dtype].nccl
     if kind is None:
         raise UnsupportedError(f"NCCL has no {case.dtype_name}")
-    x, y = case.arrays(framework)
-    stream = cupy.cuda.get_current_stream().ptr
+    (x,), (y,) = case.arrays(framework)
     addresses = (x.data.ptr, y.data.ptr)
-    call = partial(field.nccl.allReduce, *addresses, case.count, kind, _NCCL_SUM, stream)
-    return into("nccl", framework, call, y)
+    return into(
+        partial(field.nccl.allReduce, *addresses, case.x[0].size, kind, _NCCL_SUM, _stream()), [y]
+    )
 
 
-def _torch_nccl(framework: str, case: DeviceCase, field: DeviceField) -> Contender:
+def _torch_nccl(field: DeviceField, case: Case, framework: str) -> Calls:
     field.check_sharing()
     import_module("torch").cuda.set_device(field.number)
-    x, _ = case.arrays(framework)
-    buffer = case.moved(case.y, framework)
-    call = partial(field.torch_distributed("nccl").all_reduce, buffer)
-
-    def answer() -> Array:
-        buffer.copy_(x)
-        call()
-        result = as_numpy(buffer)
-        # torch sums in place: values other than zeros would grow from call to call.
-        buffer.zero_()
-        return result
-
-    return Contender("torch-nccl", framework, call, answer)
+    return in_place("nccl", field, case, framework)
 
 
-def _copy(framework: str, case: DeviceCase, field: DeviceField) -> Contender:
+def _copy(field: DeviceField, case: Case, framework: str) -> Calls:
     """Copy the array on the device: a lower bound for the time of any sum."""
-    x, y = case.arrays(framework)
+    (x,), (y,) = case.arrays(framework)
     call: Callable[[], Any]
     if framework == "torch":
         call = partial(y.copy_, x)
     else:
         import cupy
 
-        addresses, stream = (y.data.ptr, x.data.ptr), cupy.cuda.get_current_stream().ptr
-        copy = cupy.cuda.runtime.memcpyAsync
-        call = partial(copy, *addresses, case.nbytes, _CUDA_MEMCPY_DEVICE_TO_DEVICE, stream)
+        addresses, copy = (y.data.ptr, x.data.ptr), cupy.cuda.runtime.memcpyAsync
+        call = partial(copy, *addresses, case.nbytes, _CUDA_MEMCPY_DEVICE_TO_DEVICE, _stream())
 
-    def answer() -> Array:
+    def answer() -> list[Array]:
         call()
         copied = as_numpy(y)
-        return case.expected if copied.tobytes() == case.x.tobytes() else copied
+        return [case.expected(0) if copied.tobytes() == case.x[0].tobytes() else copied]
 
-    return Contender("copy", framework, call, answer)
+    return call, answer
 
 
-_MAKERS: Final[dict[str, Callable[[str, DeviceCase, DeviceField], Contender]]] = {
-    "nccl": _nccl,
-    "torch-nccl": _torch_nccl,
-    "copy": _copy,
-}
+def _stream() -> int:
+    import cupy
+
+    stream: int = cupy.cuda.get_current_stream().ptr
+    return stream
+
+
+DeviceField.ways = {**Field.ways, "nccl": _nccl, "torch-nccl": _torch_nccl, "copy": _copy}

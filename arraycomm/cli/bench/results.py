@@ -1,52 +1,97 @@
-"""The benchmark's results: how they are measured, shown and written to a file."""
+"""The benchmark's results: who takes part, how long each takes, what is printed and written."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
-import sys
-import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from itertools import chain
 from pathlib import Path
+from statistics import median
 from typing import Any, Final
 
-from arraycomm.cli.bench import device
-from arraycomm.cli.bench.arguments import command, host_frameworks, requested_trees, requests
-from arraycomm.cli.bench.contenders import REFERENCES, Case, Field, keys_of, make
-from arraycomm.cli.bench.lines import Line, enter, measured
+from arraycomm.cli.bench.cases import REFERENCES, TITLES, Field, UnsupportedError, Way
 from arraycomm.cli.bench.machine import machine, versions
-from arraycomm.cli.bench.report import complaints, name_of, tables
-from arraycomm.cli.bench.tables import as_text
-from arraycomm.cli.bench.trees import TreeCase, keys_of_trees, make_for_tree
+from arraycomm.cli.bench.tables import aligned, number_text, ratio_text, size_text
+from arraycomm.cli.bench.timing import measure, ratio
 
 FORMAT: Final = 1
+# Smaller arrays are timed in µs, and nobody asks for their bandwidth.
+_LARGE: Final = 64 << 10
+# One line of the results, as it is stored: the contenders for one array or tree.
+Line = dict[str, Any]
 
 
-def measure_all(field: Field, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measure what the arguments ask for, and return the results; collective."""
-    lines = chain(_lines(field, arguments), _tree_lines(field, arguments))
-    arrays = requests(arguments.mode, arguments.sizes, arguments.dtypes)
-    total = len(arrays) + len(requested_trees(arguments))
+@dataclass
+class Entry:
+    """One contender's part in one line.
+
+    `status` is "ok", "unsupported" (it cannot do this), "wrong" (its result was wrong) or "error"
+    (it raised). Unless it is "ok", `reason` says more, and the contender is not timed.
+    """
+
+    key: str
+    framework: str
+    call: Callable[[], Any] | None = None
+    status: str = "ok"
+    reason: str = ""
+    calls: int = 0
+    samples: list[float] = field(default_factory=list)
+
+    def as_dict(self, entries: Sequence[Entry]) -> dict[str, Any]:
+        """Return this entry as the results store it."""
+        named = {"key": self.key, "name": TITLES.get(self.key, self.key)}
+        stored: dict[str, Any] = {**named, "framework": self.framework, "status": self.status}
+        if self.status != "ok":
+            return {**stored, "reason": self.reason}
+        ratios = {
+            other.key: ratio(self.samples, other.samples)
+            for other in entries
+            if other.framework == self.framework and other.key in REFERENCES and other.samples
+        }
+        own = self.samples
+        numbers = {"median": median(own), "min": min(own), "max": max(own)}
+        samples = [float(f"{seconds:.4g}") for seconds in own]
+        return {**stored, "calls": self.calls, **numbers, "ratios": ratios, "samples": samples}
+
+
+def enter(field: Field, case: Any, key: str, framework: str, way: Way | None = None) -> Entry:
+    """Return a contender, which takes part if its result is right on every rank; collective."""
+    entry = Entry(key, framework)
+    try:
+        call, answer = (way or field.ways[key])(field, case, framework)
+    except UnsupportedError as unsupported:
+        entry.status, entry.reason = "unsupported", str(unsupported)
+        return entry
+    status, reason = "wrong", ""
+    try:
+        reason = case.verify(framework, answer)
+    except Exception as error:
+        status, reason = "error", f"{type(error).__name__}: {error}"
+    replies = field.mpi.allgather((status, reason))
+    rank = next((rank for rank, (_, reason) in enumerate(replies) if reason), None)
+    if rank is None:
+        entry.call = call
+    else:
+        entry.status, entry.reason = replies[rank][0], f"rank {rank}: {replies[rank][1]}"
+    return entry
+
+
+def measured(field: Field, case: Any, mode: str, entries: Sequence[Entry], **limits: Any) -> Line:
+    """Time the contenders of a line, and return the line; collective."""
+    ready = [entry for entry in entries if entry.call is not None]
+    calls = [entry.call for entry in ready if entry.call is not None]
+    agreed, samples = measure(calls, meeting=field, **limits)
+    for entry, count, row in zip(ready, agreed.calls, samples, strict=True):
+        entry.calls, entry.samples = count, row
     return {
-        **about(field, command(arguments)),
-        "lines": list(_reported(lines, total, field.rank == 0)),
+        "mode": mode,
+        "dtype": case.dtype_name,
+        "nbytes": case.nbytes,
+        "repetitions": agreed.repetitions,
+        "contenders": [entry.as_dict(entries) for entry in entries],
     }
-
-
-def _reported(lines: Iterable[Line], total: int, reports: bool) -> Iterator[Line]:
-    """Report each line as soon as it is measured, also into a pipe: tables come at the end."""
-    begun = time.monotonic()
-    for number, line in enumerate(lines, 1):
-        if reports:
-            seconds = time.monotonic() - begun
-            about = f"{name_of(line)} of {line['dtype']}"
-            print(
-                f"bench: {number} of {total}: {about}, {seconds:.0f} s", file=sys.stderr, flush=True
-            )
-        yield line
 
 
 def about(field: Field, words: Sequence[str]) -> dict[str, Any]:
@@ -67,50 +112,46 @@ def about(field: Field, words: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def _lines(field: Field, arguments: argparse.Namespace) -> Iterator[Line]:
-    for request in requests(arguments.mode, arguments.sizes, arguments.dtypes):
-        case: Case
-        if isinstance(field, device.DeviceField):
-            case = device.DeviceCase(request.dtype, request.nbytes, field)
-            entries = device.enter_all(field, case, arguments.frameworks, arguments.only)
-        else:
-            case = Case(request.dtype, request.nbytes, field.rank, field.size)
-            entries = [
-                enter(field, case, key, framework, make)
-                for framework in host_frameworks(arguments)
-                for key in keys_of(framework, request.nbytes)
-                if key in arguments.only
-            ]
-        yield measured(field, case, request.mode, entries, **_limits(arguments))
-
-
-def _tree_lines(field: Field, arguments: argparse.Namespace) -> Iterator[Line]:
-    for name in requested_trees(arguments):
-        case = TreeCase(name, field.rank, field.size)
-        entries = [
-            enter(field, case, key, framework, make_for_tree)
-            for framework in host_frameworks(arguments)
-            for key in keys_of_trees(framework)
-            if key in arguments.only
-        ]
-        yield {**measured(field, case, "trees", entries, **_limits(arguments)), "tree": name}
-
-
-def _limits(arguments: argparse.Namespace) -> dict[str, Any]:
-    return {"repetitions": arguments.repeats, "seconds": arguments.seconds}
-
-
-def show(results: dict[str, Any]) -> None:
-    """Print the results as tables."""
-    about = results["machine"]
-    print(f"{about['processor']}, {about['cores']} cores; {results['mpi']}")
+def heading(results: dict[str, Any]) -> str:
+    """Say where the results were measured, and what the lines say."""
+    found = results["machine"]
+    said = f"{found['processor']}, {found['cores']} cores; {results['mpi']}\n"
     if "device" in results:
-        print("{devices} × {name}; arraycomm: {placement}".format(**results["device"]))
-    print("Medians; a ratio below 1 says that arraycomm takes less time.")
-    for table in tables(results["lines"], results["ranks"]):
-        print(f"\n{as_text(table)}")
-    for complaint in complaints(results["lines"]):
-        print(f"\n{complaint}")
+        said += "{devices} × {name}; arraycomm: {placement}\n".format(**results["device"])
+    return f"{said}Medians, ranks: {results['ranks']}; × what another takes: below 1 is less time."
+
+
+def as_text(line: Line) -> str:
+    """Lay out one line of the results: a row for each contender."""
+    entries, nbytes = line["contenders"], line["nbytes"]
+    times = [[f"  {e['framework']}: {e['name']}", *_times(e, nbytes)] for e in entries]
+    rows = map("   ".join, zip(aligned(times), map(_beside, entries), strict=True))
+    return "\n".join([f"{name_of(line)} of {line['dtype']}", *map(str.rstrip, rows)])
+
+
+def name_of(line: Line) -> str:
+    """Name the subject of a line: the model, the tree, the call, or the size of the array."""
+    size = size_text(line["nbytes"])
+    call = f"{line['call']}, {size}" if "call" in line else size
+    return str(line.get("model") or line.get("tree") or call)
+
+
+def _times(entry: dict[str, Any], nbytes: int) -> tuple[str, str]:
+    """Return the time and the bandwidth of a contender."""
+    if entry["status"] != "ok":
+        return "–", ""
+    seconds = entry["median"]
+    if nbytes < _LARGE:
+        return f"{number_text(seconds * 1e6)} µs", ""
+    return f"{number_text(seconds * 1e3)} ms", f"{number_text(nbytes / seconds / 1e9)} GB/s"
+
+
+def _beside(entry: dict[str, Any]) -> str:
+    """Return the ratios of a contender that is arraycomm's, or why it was not timed."""
+    if entry["status"] != "ok":
+        return f"{entry['status']}: {entry['reason']}"
+    ratios = entry["ratios"].items() if entry["key"] not in REFERENCES else ()
+    return ", ".join(f"{ratio_text(ratio)} × {other}" for other, ratio in ratios)
 
 
 def write(path: Path, results: dict[str, Any]) -> None:

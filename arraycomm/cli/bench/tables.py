@@ -1,40 +1,17 @@
-"""Tables of words and numbers, laid out for a terminal or as Markdown."""
+"""Rows of words and numbers, laid out for a terminal."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 
-@dataclass(frozen=True, slots=True)
-class Table:
-    """Rows of cells under a header; the first column holds names, the others numbers."""
-
-    title: str
-    header: Sequence[str]
-    rows: Sequence[Sequence[str]]
-
-
-def as_text(table: Table) -> str:
-    """Lay the table out in columns of equal width."""
-    lines = [table.header, *table.rows]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join([table.title, "", *(_aligned(line, widths) for line in lines)])
-
-
-def as_markdown(table: Table) -> str:
-    """Write the table as Markdown, without its title."""
-    rule = ["---", *["---:"] * (len(table.header) - 1)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in [table.header, rule, *table.rows])
-
-
-def _aligned(cells: Sequence[str], widths: Sequence[int]) -> str:
-    first, *rest = (
-        cell.rjust(width) if column else cell.ljust(width)
-        for column, (cell, width) in enumerate(zip(cells, widths, strict=True))
-    )
-    return "   ".join([first, *rest]).rstrip()
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lay rows out in columns: the first holds names, the others numbers."""
+    names, *columns = zip(*rows, strict=True)
+    laid = [[name.ljust(max(map(len, names))) for name in names]]
+    laid += [[text.rjust(max(map(len, column))) for text in column] for column in columns]
+    return ["   ".join(row) for row in zip(*laid, strict=True)]
 
 
 def size_text(nbytes: int) -> str:

@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, TypeVar
+
+from arraycomm.cli.bench.cases import Field
 
 T = TypeVar("T")
 
@@ -22,19 +24,6 @@ _ENOUGH: Final = 1e-3
 _PLENTY: Final = 1e-2
 # Additional samples for the estimate of a shorter one.
 _EXTRA_SAMPLES: Final = 2
-
-
-class Meeting(Protocol):
-    """The means by which the timed ranks synchronize, among themselves and with their devices."""
-
-    def barrier(self) -> None:
-        """Wait for all ranks."""
-
-    def finish(self) -> None:
-        """Wait for the work that calls have started."""
-
-    def slowest(self, seconds: Sequence[float]) -> list[float]:
-        """Return, element by element, the largest of all ranks' numbers, on every rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +72,7 @@ def ratio(samples: Sequence[float], reference: Sequence[float]) -> float:
 
 
 def measure(
-    contenders: Sequence[Timed], repetitions: int, seconds: float, meeting: Meeting
+    contenders: Sequence[Timed], repetitions: int, seconds: float, meeting: Field
 ) -> tuple[Plan, list[list[float]]]:
     """Time the contenders; collective.
 
@@ -106,7 +95,7 @@ def measure(
     return agreed, [meeting.slowest(row) for row in samples]
 
 
-def sample(call: Timed, calls: int, meeting: Meeting) -> float:
+def sample(call: Timed, calls: int, meeting: Field) -> float:
     """Return this rank's seconds for that many calls, started together with the other ranks."""
     meeting.barrier()
     started = perf_counter()
@@ -116,7 +105,7 @@ def sample(call: Timed, calls: int, meeting: Meeting) -> float:
     return perf_counter() - started
 
 
-def _estimate(call: Timed, meeting: Meeting) -> float:
+def _estimate(call: Timed, meeting: Field) -> float:
     """Warm up, and estimate the seconds of one call; the same number on every rank."""
     calls = 1
     sample(call, calls, meeting)

@@ -10,9 +10,11 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from io import TextIOWrapper
 from tempfile import TemporaryFile
 from typing import IO, Any, Final, TextIO
 
@@ -20,17 +22,18 @@ from arraycomm._arrays.typing import T
 from arraycomm._entries import entry
 from arraycomm._errors import PeerError, text_of
 from arraycomm._launch import ADDRESS, NUMBER, RANK, claimed_by, launched
+from arraycomm._launch.job import GRACE
 from arraycomm._launch.joining import SECRET
 from arraycomm._launch.launchers import threads_for
+from arraycomm._launch.output import Lines, Target, write_all
 from arraycomm._programs.outcomes import cloudpickle
 from arraycomm._protocol.waits.watchdog import checked_timeout
-from arraycomm.cli.processes.process import RAISED, RETURNED
+from arraycomm.cli.processes.process import BEGUN, RAISED, RETURNED
 
-# Seconds that the other ranks have to end by themselves once one has failed, and those in which a
-# rank acts on SIGTERM.
-_GRACE: Final = 1.0
-_PATIENCE: Final = 3.0
+# Seconds that the other ranks have to end by themselves once one has failed.
+_AFTER_FAILURE: Final = 1.0
 _LOOK: Final = 0.05
+_HOST: Final = "127.0.0.1"
 # Of a launcher that has started the caller as its only rank.
 _LAUNCHERS: Final = ("PMI_", "PMIX_", "OMPI_", "MPI_LOCAL")
 
@@ -74,8 +77,9 @@ def launch(fn: Callable[..., T], ranks: int, *args: Any, timeout: float | None =
     Notes
     -----
     Lines that ranks print are written to `sys.stdout` and `sys.stderr` of the caller. Once a rank
-    has failed, the others have a second to end. Ctrl-C ends all ranks; none lives on after the
-    call, or without this process. A rank has `OMP_NUM_THREADS` set to its share of the cores.
+    has failed, the others have a second to end. Then they get `SIGTERM`, as they do if Ctrl-C,
+    `SIGTERM` or `SIGHUP` ends the caller, and have ten seconds to act on it. None lives on after
+    the call, or without this process. A rank has `OMP_NUM_THREADS` set to its share of the cores.
 
     Examples
     --------
@@ -88,18 +92,20 @@ def launch(fn: Callable[..., T], ranks: int, *args: Any, timeout: float | None =
         raise ValueError(f"launch: ranks must be a positive integer; got {ranks!r}")
     checked_timeout(timeout)
     _refuse_in_rank()
+    _refuse_here()
     task = pickle.dumps((sys.argv, timeout, _pickled(fn, args)))
     with ExitStack() as stack:
-        files = [stack.enter_context(TemporaryFile()) for _ in range(ranks)]
-        shared = stack.enter_context(TemporaryFile())
+        files = [stack.enter_context(_file()) for _ in range(ranks)]
+        shared = stack.enter_context(_file())
         shared.write(task)
         shared.flush()
         # Bound, so that nobody else gets its port; rank 0 listens there.
         place = stack.enter_context(socket.socket())
         place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        place.bind(("127.0.0.1", 0))
+        place.bind((_HOST, 0))
         environment = _environment(ranks, place.getsockname()[1])
         job = _Job()
+        stack.enter_context(_ending_ranks_first())
         try:
             for rank, file in enumerate(files):
                 job.start(rank, ranks, environment, shared, file)
@@ -116,6 +122,50 @@ def _refuse_in_rank() -> None:
             f"launch: this process is one of {found.size} ranks already; call launch in the "
             'program that is to start them, in a script under if __name__ == "__main__"'
         )
+
+
+def _refuse_here() -> None:
+    """Raise if this machine starts no processes that can meet."""
+    if not sys.executable:
+        raise RuntimeError(
+            f"launch: sys.executable must be the Python that starts the ranks; got "
+            f"{sys.executable!r}, as in a program that embeds Python; set it to the path of one"
+        )
+    try:
+        with socket.socket(type=socket.SOCK_DGRAM) as trial:
+            trial.connect((_HOST, 9))
+    except OSError as error:
+        raise RuntimeError(
+            f"launch: the ranks meet at {_HOST}, which this machine or container cannot reach "
+            f"({error.strerror}); set its loopback interface up, as by: ip link set lo up"
+        ) from None
+
+
+def _file() -> IO[bytes]:
+    """Return a file for what a rank is passed, or returns: in memory, as disks may be full."""
+    with suppress(AttributeError, OSError):
+        return os.fdopen(os.memfd_create("arraycomm"), "w+b")
+    return TemporaryFile()
+
+
+@contextmanager
+def _ending_ranks_first() -> Iterator[None]:
+    """Let signals that would end this process at once leave the ranks the time to act on it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(number: int, _: object) -> None:
+        sys.exit(128 + number)
+
+    ending = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) == signal.SIG_DFL]
+    try:
+        for number in ending:
+            signal.signal(number, end)
+        yield
+    finally:
+        for number in ending:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _pickled(fn: Any, args: tuple[Any, ...]) -> bytes:
@@ -143,7 +193,7 @@ def _environment(ranks: int, port: int) -> dict[str, str]:
         "OMP_NUM_THREADS": str(threads_for(ranks, os.environ)),
         **kept,
         "PYTHONIOENCODING": "utf-8",
-        ADDRESS: f"127.0.0.1:{port}",
+        ADDRESS: f"{_HOST}:{port}",
         NUMBER: str(ranks),
         SECRET: secrets.token_hex(16),
     }
@@ -155,6 +205,7 @@ class _Job:
     def __init__(self) -> None:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._output = selectors.DefaultSelector()
+        self._targets = {name: _target(name) for name in ("stdout", "stderr")}
         self._results: list[IO[bytes]] = []
         # The status of each rank that ended by itself.
         self.statuses: dict[int, int] = {}
@@ -181,7 +232,7 @@ class _Job:
         for name, stream in (("stdout", process.stdout), ("stderr", process.stderr)):
             assert stream is not None
             os.set_blocking(stream.fileno(), False)
-            self._output.register(stream, selectors.EVENT_READ, _Lines(name))
+            self._output.register(stream, selectors.EVENT_READ, Lines(rank, self._targets[name]))
 
     def run(self) -> None:
         """Pass on what the ranks print until all have ended, or one has failed."""
@@ -191,28 +242,32 @@ class _Job:
                 if rank not in self.statuses and process.poll() is not None:
                     self.statuses[rank] = process.returncode
             if deadline == float("inf") and self._has_failed():
-                deadline = time.monotonic() + _GRACE
+                deadline = time.monotonic() + _AFTER_FAILURE
             self._pass_on(_LOOK)
 
     def _has_failed(self) -> bool:
         kinds = [os.pread(result.fileno(), 1, 0) for result in self._results]
-        raised = any(kind.strip(b"\0" + RETURNED) for kind in kinds)
+        raised = any(kind.strip(b"\0" + BEGUN + RETURNED) for kind in kinds)
         return raised or any(self.statuses.values())
 
     def _pass_on(self, seconds: float) -> None:
-        if not self._output.get_map():
-            time.sleep(seconds)
-        for key, _ in self._output.select(seconds):
-            chunk = os.read(key.fd, 1 << 16)
-            key.data.write(chunk)
-            if not chunk:
+        began = time.monotonic()
+        ready = self._output.select(seconds)
+        waited = time.monotonic() - began
+        for key, _ in ready:
+            if chunk := os.read(key.fd, 1 << 16):
+                key.data.take(chunk)
+            else:
+                key.data.finish()
                 self._output.unregister(key.fileobj)
+        for key in self._output.get_map().values():
+            key.data.wait(waited)
 
     def end(self) -> None:
         """End the ranks that still run, and what they have started; then close what is open."""
         try:
             self._signal(signal.SIGTERM)
-            deadline = time.monotonic() + _PATIENCE
+            deadline = time.monotonic() + GRACE
             while self._running() and time.monotonic() < deadline:
                 self._pass_on(_LOOK)
             # What has come, though a process that a rank has left behind may still print.
@@ -225,7 +280,7 @@ class _Job:
                     assert stream is not None
                     stream.close()
             for key in list(self._output.get_map().values()):
-                key.data.write(b"")
+                key.data.finish()
             self._output.close()
 
     def _running(self) -> list[subprocess.Popen[bytes]]:
@@ -237,27 +292,24 @@ class _Job:
                 os.killpg(process.pid, number)
 
 
-class _Lines:
-    """Writes one stream of a rank to the caller's, in lines.
+def _target(name: str) -> Target:
+    """Return what writes to a standard stream of the caller, whatever that is at the time."""
 
-    A progress bar begins its lines by a carriage return: they are written when the next one comes.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._rest = b""
-
-    def write(self, chunk: bytes) -> None:
-        """Write what is whole; at the end, which is an empty chunk, all."""
-        text = self._rest + chunk
-        end = max(text.rfind(b"\n") + 1, text.rfind(b"\r"))
-        if not chunk and text:
-            text, end = text + b"\n", len(text) + 1
-        self._rest = text[max(end, 0) :]
-        stream: TextIO | None = getattr(sys, self._name)
-        if end > 0 and stream is not None:
-            stream.write(text[:end].decode("utf-8", "replace"))
+    def write(data: bytes) -> None:
+        stream: TextIO | None = getattr(sys, name)
+        if stream is None:
+            return
+        text = data.decode("utf-8", "replace")
+        if type(stream) is TextIOWrapper:
+            # It would lose what cannot be written at present.
+            with suppress(BlockingIOError):
+                stream.flush()
+            write_all(stream.fileno(), text.encode(stream.encoding, "replace"))
+        else:
+            stream.write(text)
             stream.flush()
+
+    return Target(f"launch: sys.{name}", write)
 
 
 def _results(statuses: dict[int, int], files: Sequence[IO[bytes]]) -> list[Any]:
@@ -268,10 +320,11 @@ def _results(statuses: dict[int, int], files: Sequence[IO[bytes]]) -> list[Any]:
     for rank, file in enumerate(files):
         file.seek(0)
         kind, data = file.read(1), file.read()
-        if kind.strip(b"\0"):
+        if kind.strip(b"\0" + BEGUN):
             result, error = pickle.loads(data)
         else:
-            kind, (result, error) = RAISED, (None, _left(rank, statuses.get(rank)))
+            left = _left(rank, statuses.get(rank), "returned" if kind == BEGUN else "began")
+            kind, (result, error) = RAISED, (None, left)
         results.append(result)
         states.append("returned" if kind == RETURNED else "was ended, since another had failed")
         if error is not None:
@@ -287,9 +340,9 @@ def _results(statuses: dict[int, int], files: Sequence[IO[bytes]]) -> list[Any]:
     raise error
 
 
-def _left(rank: int, status: int | None) -> PeerError | None:
-    """Return the error of a rank that has died; None if it was ended."""
+def _left(rank: int, status: int | None, before: str) -> PeerError | None:
+    """Return the error of a rank that has died before its function did; None if it was ended."""
     if status is None:
         return None
     way = f"died by {signal.Signals(-status).name}" if status < 0 else f"left with status {status}"
-    return PeerError(f"launch: rank {rank} {way} before its function returned", rank=rank)
+    return PeerError(f"launch: rank {rank} {way} before its function {before}", rank=rank)

@@ -14,8 +14,8 @@ from arraycomm._programs.outcomes import outcome_of
 from arraycomm._session import init
 
 # The first byte of an outcome, written last: what the function returned, or raised by itself, or
-# raised since another rank was late, or since one had failed.
-RETURNED, RAISED, LATE, CAUSED = (b"%d" % number for number in range(4))
+# raised since another rank was late, or since one had failed. Before, that the function has begun.
+RETURNED, RAISED, LATE, CAUSED, BEGUN = (b"%d" % number for number in range(5))
 
 _PR_SET_PDEATHSIG = 1
 
@@ -25,7 +25,8 @@ def main(parent: int, rank: int, size: int, task: int, result: int) -> None:
     if sys.platform == "linux":
         # If the process is killed that has called `launch`.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
+    # In a PID namespace of its own it has parents that it cannot see.
+    if os.getppid() not in (parent, 0):
         return
     # The caller of `launch` raises it; the other ranks are told by what stands around this.
     sys.excepthook = lambda *_: None
@@ -35,15 +36,27 @@ def main(parent: int, rank: int, size: int, task: int, result: int) -> None:
         sys.argv[:] = arguments
         comm = init(timeout=timeout)
         fn, args = pickle.loads(call)
+        os.pwrite(result, BEGUN, 0)
         return fn(comm, *args)
 
     data, error = outcome_of(work, f"raised on rank {rank} of {size}")
-    with open(result, "wb", closefd=False) as file:
-        file.seek(1)
-        file.write(data)
+    try:
+        _write(result, data)
+    except OSError as full:
+        # There is no room for the result, but there may be for this.
+        os.ftruncate(result, 1)
+        full.add_note("launch: there was no room for what the function returned or raised")
+        error = full
+        _write(result, pickle.dumps((None, full)))
     os.pwrite(result, RETURNED if error is None else _kind(error), 0)
     if error is not None:
         raise error
+
+
+def _write(result: int, data: bytes) -> None:
+    with open(result, "wb", closefd=False) as file:
+        file.seek(1)
+        file.write(data)
 
 
 def _kind(error: BaseException) -> bytes:

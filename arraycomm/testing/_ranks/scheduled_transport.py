@@ -85,6 +85,9 @@ class _ScheduledControl(ControlChannel):
     def missing(self) -> list[int]:
         return self._control.missing()
 
+    def withdraw(self) -> bool:
+        return self._control.withdraw()
+
     def close(self) -> None:
         self._control.close()
 

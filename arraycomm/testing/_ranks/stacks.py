@@ -5,12 +5,13 @@ from __future__ import annotations
 import faulthandler
 import os
 import signal
-import socket
 import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Final, NamedTuple
+
+from arraycomm._launch.places import known_by, proc_is_own
 
 _SIGNAL: Final = getattr(signal, "SIGRTMAX", signal.SIGUSR2 + 4) - 4
 # Below these a test runs.
@@ -24,11 +25,23 @@ _WRITING: Final = 0.3
 
 
 class Address(NamedTuple):
-    """Where a process writes its stack if it is asked."""
+    """Where a process writes its stack if it is asked: a file of its, and what that is known by."""
 
-    host: str
     pid: int
     descriptor: int
+    known: str
+
+    @property
+    def path(self) -> str:
+        """Where the file is, if the process is seen from here."""
+        return f"/proc/{self.pid}/fd/{self.descriptor}"
+
+    def is_seen(self) -> bool:
+        """Return whether that process has its number here: others would not stand the signal."""
+        try:
+            return proc_is_own() and known_by(os.stat(self.path)) == self.known
+        except OSError:
+            return False
 
 
 class OwnStack:
@@ -37,12 +50,13 @@ class OwnStack:
     def __init__(self) -> None:
         self._file = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as it may be asked
         faulthandler.register(_SIGNAL, self._file, all_threads=True)
-        self.address = Address(socket.gethostname(), os.getpid(), self._file.fileno())
+        descriptor = self._file.fileno()
+        self.address = Address(os.getpid(), descriptor, known_by(os.fstat(descriptor)))
 
 
 def stacks_of(addresses: Sequence[Address]) -> list[str]:
     """Return the stacks of processes, an empty text for each that cannot be asked from here."""
-    here = [address for address in addresses if address.host == socket.gethostname()]
+    here = [address for address in addresses if address.is_seen()]
     for address in here:
         with suppress(OSError):
             os.kill(address.pid, _SIGNAL)
@@ -53,7 +67,7 @@ def stacks_of(addresses: Sequence[Address]) -> list[str]:
 def _read(address: Address) -> str:
     """Return the test thread's stack, from the test's frames on, the innermost first."""
     try:
-        with open(f"/proc/{address.pid}/fd/{address.descriptor}", encoding="utf-8") as file:
+        with open(address.path, encoding="utf-8") as file:
             threads = file.read().split("\n\n")
     except OSError:
         return ""

@@ -201,7 +201,6 @@ class FailureLaws:
             "maxloc": (x,),
             "minloc": (x,),
             "plan": ([x],),
-            "empty": (3, "float32"),
             "synchronize": ([x],),
             "allreduce_tree": ([x],),
             "allreduce_gradients": ([x],),

@@ -7,7 +7,6 @@ which the next test of as many ranks uses again if this one has left it in order
 from __future__ import annotations
 
 import os
-import socket
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -16,6 +15,7 @@ import pytest
 from arraycomm._communicator import Communicator
 from arraycomm._errors import PeerError
 from arraycomm._launch import Launch
+from arraycomm._launch.places import host, namespaces
 from arraycomm._mpi_start import mpi_transport, refuse_other_launcher
 from arraycomm._protocol.ends.meeting import meet
 from arraycomm.testing._ranks.rank_links import RankLinks
@@ -47,9 +47,9 @@ class Job:
         meet(MPI.COMM_WORLD, "pytest", seconds)
         self._control = Communicator.from_mpi(MPI.COMM_WORLD, timeout=None)
         self.rank, self.size = self._control.rank, self._control.size
-        # The processes of the ranks on the node of rank 0.
-        places = self._control.allgather_object((socket.gethostname(), os.getpid()))
-        self.near = {rank: pid for rank, (host, pid) in enumerate(places) if host == places[0][0]}
+        # The processes that rank 0 sees, and that see its files.
+        places = self._control.allgather_object(((host(), namespaces()), os.getpid()))
+        self.near = {rank: pid for rank, (place, pid) in enumerate(places) if place == places[0][0]}
         # No more can be said: the run has ended on some rank.
         self.over = False
         # The transports of the tests.

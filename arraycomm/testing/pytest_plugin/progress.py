@@ -37,20 +37,28 @@ class Progress:
         # The terminal itself, also while pytest captures what a test writes.
         self._terminal = os.dup(2)
         made = tempfile.mkdtemp(prefix="arraycomm-pytest-") if job.rank == 0 else ""
-        self._directory = Path(job.exchange("the start", made)[0])
+        try:
+            self._directory = Path(job.exchange("the start", made)[0])
+        except BaseException:
+            shutil.rmtree(made, ignore_errors=True)
+            raise
         self._notes = self._reports = -1
         if job.rank in job.near:
             self._notes = os.open(self._directory / "notes", os.O_CREAT | os.O_RDWR)
             appending = os.O_CREAT | os.O_WRONLY | os.O_APPEND
             self._reports = os.open(self._directory / REPORTS, appending)
-        if job.rank == 0 and hasattr(os, "pidfd_open"):
+        if job.rank == 0:
             self._start_reporter()
 
     def _start_reporter(self) -> None:
         command = [sys.executable, "-I", "-S", _REPORTER, str(self._directory)]
+        try:
+            # Opened here, while all live.
+            near = {rank: (pid, os.pidfd_open(pid)) for rank, pid in self._job.near.items()}
+        except (AttributeError, OSError):
+            # Kernels before 5.3 have none, and containers processes with numbers of their own.
+            return
         stderr = _stderr_of_launcher()
-        # Opened here, while all live.
-        near = {rank: (pid, os.pidfd_open(pid)) for rank, pid in self._job.near.items()}
         handles = [handle for _, handle in near.values()]
         self._reporter = subprocess.Popen(
             [*command, json.dumps(near)],
@@ -100,7 +108,7 @@ class Progress:
             part = self._directory / f"part-{self._job.rank}"
             part.write_text(stack, encoding="utf-8")
             part.rename(self._directory / f"stuck-{self._job.rank}")
-        if self._notes < 0 or not hasattr(os, "pidfd_open"):
+        if self._notes < 0 or not (self._directory / PLAN).exists():
             self.say(f"rank {self._job.rank} is stuck outside Python; it is here:\n{stack}")
         time.sleep(_FIRST if self._job.rank == 0 else _LAST)
         self._job.abort()

@@ -96,8 +96,8 @@ def train_jax(comm: ac.Communicator, batch: int) -> tuple[list[float], str]:
 if __name__ == "__main__":
     comm = ac.init()
     handler = logging.StreamHandler(sys.stdout)
-    handler.addFilter(ac.RankFilter(0))  # rank 0's records alone
-    handler.setFormatter(logging.Formatter("[%(rank)d/%(size)d] %(message)s"))
+    handler.addFilter(lambda _: comm.rank == 0)  # rank 0's records alone
+    handler.setFormatter(logging.Formatter(f"[{comm.rank}/{comm.size}] %(message)s"))
     log = logging.getLogger("researcher")
     log.addHandler(handler)
     log.setLevel(logging.INFO)

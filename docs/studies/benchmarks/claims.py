@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from arraycomm.cli.bench.lines import Line
+from arraycomm.cli.bench.results import Line
 from arraycomm.cli.bench.trees import TREES, nbytes_of
 
 Entry = tuple[str, str]  # framework and contender
@@ -25,8 +25,8 @@ class Claim:
 
     def fits(self, line: Line) -> bool:
         """Return whether a line of figures is of this dtype, size and tree."""
-        about = (line["dtype"], line["nbytes"], line.get("tree"))
-        return about == (self.dtype, self.nbytes, self.tree)
+        about = (line["dtype"], line["nbytes"], line.get("tree"), line.get("call"))
+        return about == (self.dtype, self.nbytes, self.tree, None)
 
 
 CLAIMS: Final = (

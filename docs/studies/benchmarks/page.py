@@ -8,13 +8,15 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
-from arraycomm.cli.bench.lines import Line
-from arraycomm.cli.bench.report import complaints, find, tables
-from arraycomm.cli.bench.tables import Table, as_markdown, ratio_text, size_text
+from arraycomm.cli.bench import calls
+from arraycomm.cli.bench.results import Line
+from arraycomm.cli.bench.tables import ratio_text, size_text
 from arraycomm.cli.bench.timing import ratio
 from docs.studies.benchmarks import charts
 from docs.studies.benchmarks.claims import CLAIMS, Claim
+from docs.studies.benchmarks.report import complaints, find, tables
 from docs.studies.benchmarks.runs import NODES, PROGRAMS, RUNS, STUDY, TRAINING, Run, figures_of
+from docs.studies.tables import Table, as_markdown
 
 DOCS: Final = Path(__file__).resolve().parents[2]
 PAGE: Final = DOCS / "benchmarks.md"
@@ -49,7 +51,7 @@ $ arraycomm bench --device cuda            # arrays on GPUs, beside NCCL called 
 $ arraycomm bench --compare old.json new.json --at-most 1.1   # fails if anything takes longer
 ```
 
-It starts its ranks by itself; under `mpiexec` it has those. While it runs, it prints on standard error what has been measured.
+It starts its ranks by itself; under `mpiexec` it has those. It prints each result as soon as it has been measured, and beside it the ratio to what other libraries take.
 
 `make bench-check BASE=commit` runs the benchmark of a checkout and of a commit in turns, and fails if anything takes more than 1.1 times as long as there.
 
@@ -63,10 +65,11 @@ Where arraycomm is slower than mpi4py by more than a tenth, with the ratio of th
 
 The ranks compare their calls and add in rank order, 16-bit floats with sums in float32. In return every rank gets the same bits, and 16-bit floats are rounded once instead of at every rank.
 
-## Arrays in shared memory
+## Each call
 
-`arraycomm bench bandwidth` also measures `comm.allreduce(x, out=y)` of arrays that [`comm.empty`](recipes.md#large-arrays-on-one-node) has made, as "in shared memory". The goal for 64 MB of float32 on two ranks under MPICH is at
-most 0.35 of the time of mpi4py's `Allreduce`. Each byte of a slice is read once from every rank's memory, and written once to every rank's: on two ranks, as much as if each rank copied its array once.
+What a program makes again and again, with NumPy arrays of float32 on two ranks: the time of arraycomm's call, which returns a new array, divided by that of mpi4py's buffer call, which fills an array that is there.
+
+{calls}
 
 ## Training steps and compiled programs
 
@@ -184,6 +187,7 @@ def written(figures: dict[str, dict[str, Any]]) -> str:
         goals=_goals(figures, runs),
         processor=_processor(figures),
         slower=_slower(figures, runs),
+        calls=_each_call(figures, runs),
         caution=BUSY if busy else "",
     )
     return f"{introduction}\n{METHOD}"
@@ -292,6 +296,26 @@ def _goals(figures: dict[str, dict[str, Any]], runs: list[Run]) -> str:
         for claim in CLAIMS
     ]
     return as_markdown(Table("", header, rows))
+
+
+def _each_call(figures: dict[str, dict[str, Any]], runs: list[Run]) -> str:
+    """Return the ratios of each call to mpi4py's: a row for each call, a column for each size."""
+    columns: dict[str, dict[str, str]] = {}
+    for run in runs:
+        for line in figures[run.name]["lines"]:
+            if line["mode"] == "calls" and run.ranks == 2:
+                own, other = (find(line, "numpy", key) for key in (calls.OWN, calls.OTHER))
+                assert own
+                assert other
+                found = ratio(own["samples"], other["samples"])
+                title = f"{run.title.partition(',')[0]}, {size_text(line['nbytes'])}"
+                column = columns.setdefault(title, {})
+                column[line["call"]] = (
+                    f"**{ratio_text(found)}**" if found > 1 else ratio_text(found)
+                )
+    names = dict.fromkeys(name for column in columns.values() for name in column)
+    rows = [[name, *(column.get(name, "–") for column in columns.values())] for name in names]
+    return as_markdown(Table("", ["", *columns], rows))
 
 
 def _slower(figures: dict[str, dict[str, Any]], runs: list[Run]) -> str:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from typing import Any, Final
 
-from arraycomm.cli.bench.contenders import Case, Contender, Field, UnsupportedError, as_numpy
+from arraycomm.cli.bench.cases import Calls, Case, Field, UnsupportedError, as_numpy
 
-KEYS: Final = ("jit", "jit-donated", "optax", "mpi4jax")
 SIZES: Final = (8, 1 << 20, 16 << 20)
 
 
-def make_jitted(key: str, framework: str, case: Case, field: Field) -> Contender:
-    """Return a contender whose calls are those of one compiled program, or raise `UnsupportedError`."""
+def jitted(key: str, field: Field, case: Case, framework: str) -> Calls:
+    """Return the calls of one compiled program, or raise `UnsupportedError`."""
     import jax
     import jax.numpy as jnp
 
@@ -21,10 +21,10 @@ def make_jitted(key: str, framework: str, case: Case, field: Field) -> Contender
     program = jax.jit(_reduction(key, field), donate_argnums=(0,) if donates else ())
 
     def answer() -> Any:
-        return as_numpy(program(jnp.array(case.x)))
+        return [as_numpy(program(jnp.array(case.x[0])))]
 
     # Zeros, since a result that is donated to the next call would grow from call to call.
-    held = [jnp.zeros(case.count, case.dtype)]
+    held = [jnp.zeros(case.x[0].shape, case.dtype)]
 
     def call() -> None:
         result = program(held[0])
@@ -32,7 +32,7 @@ def make_jitted(key: str, framework: str, case: Case, field: Field) -> Contender
         if donates:
             held[0] = result
 
-    return Contender(key, framework, call, answer)
+    return call, answer
 
 
 def _reduction(key: str, field: Field) -> Callable[[Any], Any]:
@@ -57,3 +57,6 @@ def import_mpi4jax() -> Any:
     except Exception as error:
         # One that was built for another JAX or another MPI raises other errors than ImportError.
         raise UnsupportedError(f"mpi4jax cannot be imported: {error}") from None
+
+
+WAYS: Final = {key: partial(jitted, key) for key in ("jit", "jit-donated", "optax", "mpi4jax")}

@@ -7,17 +7,16 @@ grid, with a halo of one cell around it, which it gets from the four ranks besid
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, partial
 from math import isqrt
 from typing import Any, Final
 
 import numpy as np
 
 from arraycomm._arrays.buffer import Array
-from arraycomm.cli.bench.contenders import Contender, Field, as_numpy
+from arraycomm.cli.bench.cases import Calls, Field, as_numpy
 from docs.studies.benchmarks.programs import import_mpi4jax
 
-KEYS: Final = ("jit", "mpi4jax")
 STEPS: Final = 10
 CELLS: Final = 256
 _COURANT: Final = 0.25
@@ -103,25 +102,23 @@ class WaterCase:
         program = jax.jit(lambda state: steps(state, Tiles(0, 1), lambda x, *_: x))
         return self._own(_inner(as_numpy(program(_framed(self.whole)))))
 
-    def verify(self, contender: Contender) -> str:
-        """Return what is wrong with a contender's answer on this rank, or an empty string."""
-        furthest = float(np.abs(_inner(contender.answer()) - self._expected).max())
+    def verify(self, framework: str, answer: Callable[[], Array]) -> str:
+        """Return what is wrong with an answer on this rank, or an empty string."""
+        furthest = float(np.abs(_inner(answer()) - self._expected).max())
         if furthest <= _TOLERANCE:
             return ""
         return f"after {STEPS} steps a cell is {furthest:.1e} from that of one process"
 
 
-def make_water(key: str, framework: str, case: WaterCase, field: Field) -> Contender:
-    """Return a contender, or raise `UnsupportedError`."""
+def water(key: str, field: Field, case: WaterCase, framework: str) -> Calls:
+    """Return the calls of one compiled program, or raise `UnsupportedError`."""
     import jax
     import jax.numpy as jnp
 
     exchange = _by_mpi4jax(field) if key == "mpi4jax" else _by_arraycomm(field)
     program = jax.jit(lambda state: steps(state, case.tiles, exchange))
     state = jnp.array(case.start())
-    return Contender(
-        key, framework, lambda: program(state).block_until_ready(), lambda: as_numpy(program(state))
-    )
+    return lambda: program(state).block_until_ready(), lambda: as_numpy(program(state))
 
 
 def _by_arraycomm(field: Field) -> Exchange:
@@ -141,3 +138,6 @@ def _framed(tiles: Array) -> Array:
 
 def _inner(state: Array) -> Array:
     return state[:, 1:-1, 1:-1]
+
+
+WAYS: Final = {key: partial(water, key) for key in ("jit", "mpi4jax")}

@@ -11,30 +11,29 @@ from pathlib import Path
 from typing import Any
 
 import arraycomm
-from arraycomm.cli.bench.contenders import Case, Field
-from arraycomm.cli.bench.lines import Line, enter, measured
-from arraycomm.cli.bench.results import about, show, write
+from arraycomm.cli.bench.cases import Case, Field
+from arraycomm.cli.bench.results import Line, about, as_text, enter, heading, measured, write
 from arraycomm.cli.bench.tables import size_text
 from docs.studies.benchmarks import programs, shallow_water, training
 
 
-def _cases(mode: str, field: Field) -> Iterator[tuple[str, Any, Any, Any]]:
-    """Yield what is timed: its name, the case, the contenders' keys, and what makes them."""
+def _cases(mode: str, field: Field) -> Iterator[tuple[str, Any, Any]]:
+    """Yield what is timed: its name, the case, and the ways."""
     if mode == "train":
         for name in training.MODELS:
-            yield name, training.TrainCase(name, field), training.KEYS, training.make_for_training
+            yield name, training.TrainCase(name, field), training.WAYS
         return
     for nbytes in programs.SIZES:
-        case = Case("float32", nbytes, field.rank, field.size)
-        yield f"allreduce of {size_text(nbytes)}", case, programs.KEYS, programs.make_jitted
-    water = shallow_water.WaterCase(field), shallow_water.KEYS, shallow_water.make_water
-    yield f"{shallow_water.STEPS} steps of shallow water", *water
+        case = Case("float32", [(nbytes // 4,)], field)
+        yield f"allreduce of {size_text(nbytes)}", case, programs.WAYS
+    case = shallow_water.WaterCase(field)
+    yield f"{shallow_water.STEPS} steps of shallow water", case, shallow_water.WAYS
 
 
 def _lines(mode: str, field: Field, seconds: float) -> Iterator[Line]:
     framework = {"train": "torch", "jax": "jax"}[mode]
-    for name, case, keys, make in _cases(mode, field):
-        entries = [enter(field, case, key, framework, make) for key in keys]
+    for name, case, ways in _cases(mode, field):
+        entries = [enter(field, case, key, framework, way) for key, way in ways.items()]
         line = measured(field, case, mode, entries, repetitions=25, seconds=seconds)
         yield {**line, "model": name}
 
@@ -45,7 +44,7 @@ def main() -> None:
     results = {**about(field, sys.argv), "lines": list(_lines(mode, field, float(seconds)))}
     field.close()
     if field.rank == 0:
-        show(results)
+        print(heading(results), *map(as_text, results["lines"]), sep="\n\n")
         write(Path(path), results)
 
 

@@ -90,10 +90,19 @@ TAIL = """\
 - **MLX.** MLX arrays are read in place. MLX copies what it is given.
 - **Other frameworks.** Their arrays are read by `__dlpack__`, `__cuda_array_interface__`, `__array_interface__` or
   the buffer protocol, whichever works first, and in place if the memory is on the host. If an array
-  has an array API namespace, the result is made by the `from_dlpack` of that namespace.
-- **Classes with arithmetic of their own.** Quantities with a unit (astropy, unyt, pint), masked arrays and other classes
-  that define `__array_ufunc__`, `__array_function__` or `__torch_function__` mean more than their memory. `exchange`
-  and all collectives refuse them with a `TypeError` that names the class. Pass the plain array, in the same unit on all ranks.
+  has an array API namespace, the result is what the `from_dlpack` of that namespace returns, or its `asarray`. A namespace
+  that can make no array of the result's dtype and shape raises a `TypeError` before data moves, and `PeerError` on the other ranks.
+  An object without a namespace (Paddle, TensorFlow, Warp) comes back as a NumPy array.
+- **Classes with arithmetic of their own.** Quantities with a unit (astropy, unyt, pint, quantities), masked arrays, `numpy.matrix` and other
+  classes that override the arithmetic of NumPy's arrays, torch's tensors or Python's numbers mean more than their memory: they define
+  operators such as `__add__`, or `__array_ufunc__`, `__array_function__`, `__array_wrap__` or `__torch_function__`. An object of another
+  framework has operators in any case, so there only the last kind counts, without `__array_wrap__`. None as `__array_ufunc__` is
+  no arithmetic. `exchange` and all collectives refuse such classes with a `TypeError` that names the class. Pass the plain array, in the same unit on all ranks.
+- **Subclasses without arithmetic of their own** come back as the plain array or number, as their sums do: `numpy.memmap` as a NumPy array,
+  an `IntEnum` as an int. Record arrays stay record arrays.
+- **Gradients of other libraries.** An array with `requires_grad` (Warp), with `stop_gradient` off (Paddle), or recorded by TensorFlow's
+  `GradientTape` or by Dr.Jit is refused with a `TypeError`, as a torch tensor that requires gradients is: its gradient would be lost. The message names what to pass, such as
+  `x.detach()` or `tf.stop_gradient(x)`.
 """
 
 

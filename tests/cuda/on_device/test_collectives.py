@@ -59,14 +59,18 @@ def test_device_gives_what_the_host_gives(comm, framework, name) -> None:
 @pytest.mark.parametrize("name", COLLECTIVES)
 @each_rank_of()
 def test_host_and_device_arrays_meet(comm, framework, name) -> None:
-    """Each rank in turn is the odd one; results are where that rank's own array is."""
+    """Each rank in turn is the odd one, also in calls that repeat, with and without it on the host.
+
+    Results are where that rank's own array is.
+    """
     for count in (2, 9000):
         x = rows(comm, count)
         want = COLLECTIVES[name](comm, x)
         for odd in range(comm.size):
-            for on_host in (True, False):
+            for on_host in (True, True, False, False):
                 mine = x if (comm.rank == odd) == on_host else framework.make(x)
                 check_same(framework, COLLECTIVES[name](comm, mine), want)
+            check_same(framework, COLLECTIVES[name](comm, x), want)
 
 
 @each_rank_of(by="mpi_job")

@@ -1,0 +1,47 @@
+"""Where processes are: on which host, and in which of the namespaces that containers have."""
+
+from __future__ import annotations
+
+import os
+import socket
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Final
+
+_BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
+_NAMESPACES: Final = {"mnt": "mount", "ipc": "IPC", "pid": "PID", "user": "user", "net": "network"}
+
+
+@cache
+def host() -> str:
+    """Return what tells this host from others."""
+    try:
+        return _BOOT.read_text(encoding="ascii").strip()
+    except OSError:
+        return socket.gethostname()
+
+
+def known_by(found: os.stat_result) -> str:
+    """Return what an open file is known by to all processes of its host."""
+    return f"{host()}:{found.st_dev}:{found.st_ino}"
+
+
+def proc_is_own() -> bool:
+    """Return whether the numbers of processes in /proc are those that this process has."""
+    try:
+        return os.readlink("/proc/self") == str(os.getpid())
+    except OSError:
+        return False
+
+
+def namespaces() -> dict[str, str]:
+    """Return the namespaces of this process, by their names, and its user; empty if not known.
+
+    Numbers of processes and paths of files mean something else in others.
+    """
+    found = {}
+    for kind, name in _NAMESPACES.items():
+        with suppress(OSError):
+            found[f"{name} namespace"] = os.readlink(f"/proc/self/ns/{kind}")
+    return {**found, "user": str(os.geteuid())}

@@ -1,1 +1,0 @@
-"""`arraycomm demo`: train one model on several ranks, in several frameworks, and check it."""

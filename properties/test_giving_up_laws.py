@@ -1,0 +1,164 @@
+"""Laws of calls that a rank gives up, at any moment: nobody gets the result of a call that failed."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+import arraycomm as ac
+from arraycomm import Communicator
+from arraycomm.testing import given
+from arraycomm.testing import strategies as ranked
+from arraycomm.testing._ranks.rank_groups import RankGroup, lockstep_over
+from properties.test_laws import TIMEOUT
+from properties.test_machine import LAUNCHED
+from tests.support import internals
+
+Call = Callable[[Communicator, float | None], Any]
+
+# What travels with the header; what goes through a segment or in several steps; and what moves.
+COUNTS = (3, 9_000, 200_000)
+
+
+def made(count: int) -> dict[str, Call]:
+    """Return calls by their names, which need the other ranks; requests are waited for."""
+    x = np.ones(count)
+    return {
+        "allreduce": lambda c, t: c.allreduce(x, timeout=t),
+        "maximum": lambda c, t: c.allreduce(x, ac.op(np.maximum), timeout=t),
+        "reduce": lambda c, t: c.reduce(x, timeout=t),
+        "bcast": lambda c, t: c.bcast(x, timeout=t),
+        "allgather": lambda c, t: c.allgather(x, timeout=t),
+        "allgatherv": lambda c, t: c.allgatherv(x, timeout=t),
+        "gather": lambda c, t: c.gather(x, timeout=t),
+        "scatter": lambda c, t: c.scatter(np.ones((c.size, count)), timeout=t),
+        "reduce_scatter": lambda c, t: c.reduce_scatter(np.ones((c.size, count)), timeout=t),
+        "alltoall": lambda c, t: c.alltoall(np.ones((c.size, count)), timeout=t),
+        "scan": lambda c, t: c.scan(x, timeout=t),
+        "barrier": lambda c, t: c.barrier(timeout=t),
+        "objects": lambda c, t: c.allgather_object(bytes(count), timeout=t),
+        "tree": lambda c, t: ac.allreduce_tree({"x": x, "y": x}, comm=c, timeout=t),
+        "request": lambda c, t: c.iallreduce(x).wait(),
+        "dup": lambda c, t: c.dup(),
+    }
+
+
+class Stop(BaseException):
+    """What interrupts a wait, as Ctrl-C does."""
+
+
+def by_its_limit(c: Communicator, call: Call) -> None:
+    call(c, 0.02)
+
+
+def by_an_interrupt(c: Communicator, call: Call) -> None:
+    thread = ctypes.c_ulong(threading.get_ident())
+    raise_there = ctypes.pythonapi.PyThreadState_SetAsyncExc
+    threading.Timer(0.02, raise_there, (thread, ctypes.py_object(Stop))).start()
+    call(c, None)
+
+
+def by_an_error_beside_it(c: Communicator, call: Call) -> None:
+    request = None
+    try:
+        with c:
+            request = c.iallreduce(np.ones(3))
+            raise Stop
+    finally:
+        with pytest.raises(ac.ArrayCommError):
+            request.wait()
+
+
+WAYS = {"limit": by_its_limit, "interrupt": by_an_interrupt, "error": by_an_error_beside_it}
+
+
+class GivingUp:
+    """Subclasses say over what."""
+
+    @given(
+        ranks=range(2, 4),
+        first=ranked.roots(),
+        names=st.sets(st.sampled_from(sorted(made(0))), min_size=4, max_size=4),
+        count=st.sampled_from(COUNTS),
+        way=st.sampled_from(sorted(WAYS)),
+        before=st.integers(0, 2),
+        check=st.booleans(),
+        timeout=TIMEOUT,
+    )
+    def test_a_call_that_begins_after_another_rank_gave_up_raises(
+        self,
+        comm: Communicator,
+        first: int,
+        names: set[str],
+        count: int,
+        way: str,
+        before: int,
+        check: bool,
+    ) -> None:
+        limit = 0.02 if way == "limit" else None
+        for name in sorted(names):
+            c, call = comm.dup(timeout=1.0, check=check), made(count)[name]
+            for _ in range(before):
+                call(c, None)
+            if way == "limit" and name in ("request", "dup"):
+                c = comm.dup(timeout=limit, check=check)
+            # The wait for a request may be interrupted, and begin again.
+            beside = way == "error" or (way == "interrupt" and name == "request")
+            call = made(3)["request"] if beside else call
+            if comm.rank == first:
+                with pytest.raises((ac.CommTimeoutError, Stop)):
+                    WAYS["error" if beside else way](c, call)
+            comm.barrier()
+            if comm.rank != first:
+                with pytest.raises((ac.PeerError, ac.CommTimeoutError)):
+                    call(c, None)
+            comm.barrier()
+
+    @given(
+        ranks=range(2, 4),
+        name=st.sampled_from(sorted(set(made(0)) - {"dup"})),
+        before=st.integers(0, 2),
+        begins=ranked.per_rank(st.sampled_from((0.0, 0.01, 0.02, 0.03))),
+        limit=ranked.per_rank(st.sampled_from((0.002, 0.012, 0.022, 1.0))),
+        timeout=TIMEOUT,
+    )
+    def test_a_step_that_one_rank_gives_up_ends_alike_on_all(
+        self, comm: Communicator, name: str, before: int, begins: float, limit: float
+    ) -> None:
+        """A limit passes while others come: either all have the result, or nobody has."""
+        c, call, ended_well = comm.dup(timeout=4), made(3)[name], False
+        for _ in range(before):
+            call(c, None)
+        comm.barrier()
+        time.sleep(begins)
+        with suppress(ac.CommTimeoutError, ac.PeerError):
+            call(c, limit)
+            ended_well = True
+        ends = comm.allgather_object(ended_well)
+        # What goes by messages may have crossed the notice.
+        assert len(set(ends)) == 1 or not internals.is_shared(comm)
+
+
+if LAUNCHED:
+    from properties.test_laws import over_mpi
+
+    class TestSharedMemory(GivingUp):
+        def _group(self) -> RankGroup:
+            return lockstep_over(over_mpi(share=True))
+
+    class TestMessages(GivingUp):
+        def _group(self) -> RankGroup:
+            return lockstep_over(over_mpi(share=False))
+
+else:
+
+    class TestThreads(GivingUp):
+        pass

@@ -1,0 +1,311 @@
+"""Parameters that come, go and are swapped, and passes that raise: training is that of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+import arraycomm as ac
+from arraycomm.testing import run
+
+torch = pytest.importorskip("torch")
+
+from torch.nn import Parameter  # noqa: E402
+
+from arraycomm.adapters.torch import no_sync  # noqa: E402
+from properties.test_torch_laws import SLACK, Identity  # noqa: E402
+
+SAMPLES, INPUTS = 12, 4
+
+
+@pytest.fixture
+def swapping() -> Iterator[None]:
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    yield
+    torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+class Model(torch.nn.Module):  # type: ignore[misc, name-defined]
+    """A line, with rows that programs replace, prune and grow as the points of a cloud."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        numbers = torch.linspace(-1, 1, INPUTS * 3, dtype=torch.float64)
+        self.rows = Parameter(numbers.reshape(3, INPUTS).clone())
+        self.scale = Parameter(torch.ones(1, dtype=torch.float64))
+
+    def loss(self, step: int, mine: slice) -> Any:
+        numbers = torch.arange(SAMPLES * INPUTS, dtype=torch.float64).reshape(SAMPLES, INPUTS)
+        x = torch.sin(numbers * (step + 1))[mine].to(self.rows.dtype)
+        return 10 * ((x @ self.rows.T).tanh().sum(1) * self.scale - x[:, 0]).square().mean()
+
+
+def move_state(optimizer: Any, old: Any, new: Any, change: Callable[[Any], Any]) -> None:
+    state = optimizer.state.pop(old, None)
+    if state:
+        sized = {k: change(v) if v.shape == old.shape else v for k, v in state.items()}
+        optimizer.state[new] = sized
+
+
+def exchange(model: Model, optimizer: Any, change: Callable[[Any], Any], how: str) -> None:
+    """Put a parameter in the place of another, as programs do that prune and grow."""
+    old, new = model.rows, Parameter(change(model.rows.detach()))
+    group = optimizer.param_groups[0]
+    params = [new if p is old else p for p in group["params"]]
+    move_state(optimizer, old, new, change)
+    if how == "item":
+        group["params"][0] = new
+    elif how == "list":
+        group["params"] = params
+    else:
+        optimizer.param_groups = [{**group, "params": params}]
+    model.rows = new
+
+
+def load(model: Model, _: Any) -> None:
+    model.load_state_dict({key: value * 0.9 for key, value in model.state_dict().items()})
+
+
+# What programs do between two steps.
+CHANGES: dict[str, Callable[[Model, Any], None]] = {
+    "replaced in place": lambda m, o: exchange(m, o, lambda x: x * 1.5, "item"),
+    "replaced in a new list": lambda m, o: exchange(m, o, lambda x: x * 1.5, "list"),
+    "replaced in new groups": lambda m, o: exchange(m, o, lambda x: x * 1.5, "groups"),
+    "pruned": lambda m, o: exchange(m, o, lambda x: x[:-1].clone(), "item"),
+    "grown": lambda m, o: exchange(m, o, lambda x: torch.cat([x, x[:1]]), "list"),
+    "dropped": lambda _, o: o.param_groups[0]["params"].pop(),
+    "loaded": load,
+    "converted": lambda m, _: m.float().double(),
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "sum": {"op": "sum"},
+    "sharded": {"shard": True},
+    "compressed": {"compression": Identity()},
+}
+
+
+def train(comm: ac.Communicator | None, change: str, options: str, *, rows_only: bool) -> Any:
+    model = Model()
+    trained = [model.rows] if rows_only else [model.rows, model.scale]
+    optimizer = torch.optim.Adam(trained, lr=0.1, eps=0.1)
+    size = 1 if comm is None else comm.size
+    if comm is not None:
+        ac.DistributedOptimizer(optimizer, comm=comm, verify_every=1, **OPTIONS[options])
+    rank = 0 if comm is None else comm.rank
+    mine = slice(rank * SAMPLES // size, (rank + 1) * SAMPLES // size)
+    for step in range(5):
+        divisor = size if options == "sum" else 1
+        # In two passes, of which the second adds to what is reduced.
+        for _ in range(2):
+            (model.loss(step, mine) / divisor).backward()
+        torch.nn.utils.clip_grad_norm_(trained, 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step in (1, 2):
+            CHANGES[change](model, optimizer)
+            trained = list(optimizer.param_groups[0]["params"])
+    return [p.detach() for p in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("change", "options"),
+    [
+        *((change, "plain") for change in CHANGES),
+        *(("replaced in place", options) for options in OPTIONS),
+        *((change, "sharded") for change in ("pruned", "loaded")),
+        ("grown", "compressed"),
+        ("converted", "sum"),
+    ],
+)
+@pytest.mark.usefixtures("swapping")
+def test_training_is_that_of_one_process(change: str, options: str) -> None:
+    rows_only = options != "plain" and change != "dropped"
+    want = train(None, change, options, rows_only=rows_only)
+    for got in run(2, lambda comm: train(comm, change, options, rows_only=rows_only)):
+        slack = 1e-6 if change == "converted" else SLACK
+        torch.testing.assert_close(got, want, rtol=slack, atol=slack)
+
+
+# Passes that raise ------------------------------------------------------------------------------
+
+
+class Broken(torch.autograd.Function):  # type: ignore[misc, name-defined]
+    """Raises in its backward pass."""
+
+    @staticmethod
+    def forward(_: Any, x: Any) -> Any:
+        return x.clone()
+
+    @staticmethod
+    def backward(_: Any, __: Any) -> Any:
+        raise ZeroDivisionError
+
+
+def raise_in_pass(model: Model, how: str) -> None:
+    if how == "autograd.grad":
+        broken = Broken.apply(model.rows).sum() * model.scale
+        with pytest.raises(ZeroDivisionError):
+            torch.autograd.grad(broken, [model.rows, model.scale])
+        return
+    handle = model.rows.register_hook(lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model.loss(0, slice(None)).backward()
+    handle.remove()
+
+
+@pytest.mark.parametrize("who", ["one", "all"])
+@pytest.mark.parametrize("how", ["autograd.grad", "hook"])
+def test_a_pass_that_raises_leaves_what_torch_alone_leaves(how: str, who: str) -> None:
+    def train(comm: ac.Communicator | None, ranks: range) -> list[list[Any]]:
+        model = Model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if comm is not None:
+            ac.DistributedOptimizer(optimizer, comm=comm)
+        sum(model.loss(rank, slice(None)) / len(ranks) for rank in ranks).backward()
+        first = [parameter.grad for parameter in model.parameters()]
+        # If one rank alone adds to its gradients, the others add nothing in the step.
+        if how == "autograd.grad" or comm is None or who == "all" or comm.rank == 1:
+            raise_in_pass(model, how)
+        grads = [parameter.grad.clone() for parameter in model.parameters()]
+        assert all(p.grad is g for p, g in zip(model.parameters(), first, strict=True))
+        if how == "autograd.grad" or who == "all":
+            optimizer.step()
+        return [grads, [parameter.detach() for parameter in model.parameters()]]
+
+    want = train(None, range(2))
+    for rank, got in enumerate(run(2, lambda comm: train(comm, range(comm.rank, comm.rank + 1)))):
+        if how == "autograd.grad" or who == "all" or rank == 1:
+            torch.testing.assert_close(got, want, rtol=SLACK, atol=SLACK)
+
+
+def test_changed_gradients_of_a_pass_that_raised_are_refused() -> None:
+    def train(comm: ac.Communicator) -> str:
+        model = Model()
+        optimizer = ac.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), comm=comm)
+        raise_in_pass(model, "hook")
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        with pytest.raises(RuntimeError, match="was not reduced by backward") as caught:
+            optimizer.step()
+        # What the message says.
+        optimizer.zero_grad()
+        return str(caught.value)
+
+    for told in run(2, train):
+        assert "backward() had raised; call optimizer.zero_grad() then" in told
+
+
+# Parameters that no pass can know ---------------------------------------------------------------
+
+
+def append(optimizer: Any) -> Any:
+    new = Parameter(torch.ones(2, dtype=torch.float64))
+    optimizer.param_groups[0]["params"].append(new)
+    return new
+
+
+def test_a_gradient_that_no_pass_has_reduced_is_refused() -> None:
+    """A pass in which only new parameters take part calls no hook."""
+
+    def train(comm: ac.Communicator) -> tuple[str, list[float]]:
+        plain = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+        optimizer = ac.DistributedOptimizer(plain, comm=comm)
+        new = append(optimizer)
+        (new * comm.rank).sum().backward()
+        with pytest.raises(RuntimeError, match="backward") as caught:
+            optimizer.step()
+        optimizer.zero_grad()
+        new = append(optimizer)
+        optimizer.zero_grad()
+        (new * (1 + comm.rank)).sum().backward()
+        return str(caught.value), new.grad.tolist()
+
+    for told, grad in run(2, train):
+        assert "call optimizer.zero_grad() after such a change" in told
+        assert grad == [1.5, 1.5]
+
+
+def test_a_parameter_that_one_rank_replaces_is_an_error_on_all() -> None:
+    def train(comm: ac.Communicator) -> str:
+        model = Model()
+        optimizer = ac.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), comm=comm)
+        for step in range(2):
+            if step and comm.rank == 1:
+                exchange(model, optimizer, lambda x: x * 1.0, "item")
+            try:
+                model.loss(step, slice(None)).backward()
+                optimizer.step()
+            except ac.MismatchError as error:
+                return str(error)
+        return ""
+
+    for told in run(3, train):
+        assert "rank 1: step 2 with other parameters than before" in told
+        assert "exchange parameters in the same ones" in told
+
+
+# Compiled passes, and what is left behind -------------------------------------------------------
+
+
+class TestProcesses:
+    """On as many ranks as there are processes; `test_processes` runs them on more."""
+
+    @pytest.mark.filterwarnings("ignore")
+    def test_passes_that_torch_compiles_are_reduced_in_the_step(
+        self, world: ac.Communicator
+    ) -> None:
+        """Autograd drops the callback at their end."""
+        compiled = pytest.importorskip("torch._dynamo.compiled_autograd")
+
+        def make_pass(model: Model, *ranks: int) -> None:
+            sum(model.loss(rank, slice(None)) / len(ranks) for rank in ranks).backward()
+
+        trained, alone = Model(), Model()
+        plain = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (trained, alone)]
+        optimizer = ac.DistributedOptimizer(plain[0], comm=world)
+        for _ in range(2):
+            with compiled._enable(torch.compile(backend="eager")):
+                make_pass(trained, world.rank)
+            make_pass(alone, *range(world.size))
+            for each in plain:
+                each.step()
+            for each in plain:
+                each.zero_grad()
+        same = list(trained.parameters()), list(alone.parameters())
+        torch.testing.assert_close(*same, rtol=SLACK, atol=SLACK)
+        with compiled._enable(torch.compile(backend="eager")):
+            make_pass(trained, world.rank)
+        torch.nn.utils.clip_grad_norm_(trained.parameters(), 0.5)
+        if world.size > 1:
+            with pytest.raises(RuntimeError, match="compiled_autograd = False"):
+                optimizer.step()
+        optimizer.zero_grad()
+        make_pass(trained, world.rank)
+        with (
+            pytest.raises(RuntimeError, match=r"call optimizer.zero_grad\(\) before"),
+            compiled._enable(torch.compile(backend="eager")),
+        ):
+            make_pass(trained, world.rank)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("count", [6, 60_000])
+def test_all_that_a_step_has_read_can_be_resized(options: str, count: int) -> None:
+    def train(comm: ac.Communicator) -> list[bool]:
+        given = Parameter(torch.ones(count)), Parameter(torch.ones(3))
+        plain = torch.optim.Adam(given, lr=0.1)
+        optimizer = ac.DistributedOptimizer(
+            plain, comm=comm, verify_every=1, bucket_bytes=1, **OPTIONS[options]
+        )
+        for _ in range(2):
+            sum(parameter.square().sum() for parameter in given).backward()
+            with no_sync(optimizer):
+                given[0].sum().backward()
+            optimizer.step()
+        states = [value for state in optimizer.state.values() for value in state.values()]
+        tensors = [*given, *(parameter.grad for parameter in given), *states]
+        return [tensor.untyped_storage().resizable() for tensor in tensors]
+
+    assert all(all(each) for each in run(2, train))
