@@ -339,7 +339,9 @@ def close(comm: Member, error: BaseException) -> None:
 
 
 def close_devices(comm: Member) -> None:
-    """Wait for what is under way on devices, and close the link between them."""
+    """Complete what is outstanding, on devices as well, and close the link between them."""
+    # Headers of calls that went ahead are pushed on by who looks after the link.
+    group(comm).engine.drain()
     for hook in group(comm).on_free:
         hook()
 
