@@ -156,12 +156,15 @@ def open_over_mpi(mpi_comm: Any, arguments: Arguments) -> Opened:
     make, sight = mpi_transport(timeout), seen()
     from mpi4py import MPI
 
+    from arraycomm._transports.mpi.under_way import Movement
+
     _check_kind(mpi_comm)
     watch_exit()
     what = "init" if arguments.over_world else "from_mpi"
     meet(mpi_comm, what, timeout)
-    own, request = mpi_comm.Idup()
-    finish(request, what, timeout)
+    duplicate = Movement(mpi_comm.Idup)
+    finish(duplicate.done, what, timeout)
+    own, _ = duplicate.begun
     # Texts, which any version can read.
     refuse_different(sight, lambda _, text: own.allgather(text))
     transport = make(own)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import dis
+import sys
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,23 +32,23 @@ Call = Callable[[Communicator, float | None], Any]
 COUNTS = (3, 9_000, 200_000)
 
 
-def made(count: int) -> dict[str, Call]:
+def made(count: int, value: float = 1.0) -> dict[str, Call]:
     """Return calls by their names, which need the other ranks; requests are waited for."""
-    x = np.ones(count)
+    x, maximum = np.full(count, value), ac.op(np.maximum)
     return {
         "allreduce": lambda c, t: c.allreduce(x, timeout=t),
-        "maximum": lambda c, t: c.allreduce(x, ac.op(np.maximum), timeout=t),
+        "maximum": lambda c, t: c.allreduce(x, maximum, timeout=t),
         "reduce": lambda c, t: c.reduce(x, timeout=t),
         "bcast": lambda c, t: c.bcast(x, timeout=t),
         "allgather": lambda c, t: c.allgather(x, timeout=t),
         "allgatherv": lambda c, t: c.allgatherv(x, timeout=t),
         "gather": lambda c, t: c.gather(x, timeout=t),
-        "scatter": lambda c, t: c.scatter(np.ones((c.size, count)), timeout=t),
-        "reduce_scatter": lambda c, t: c.reduce_scatter(np.ones((c.size, count)), timeout=t),
-        "alltoall": lambda c, t: c.alltoall(np.ones((c.size, count)), timeout=t),
+        "scatter": lambda c, t: c.scatter(np.full((c.size, count), value), timeout=t),
+        "reduce_scatter": lambda c, t: c.reduce_scatter(np.full((c.size, count), value), timeout=t),
+        "alltoall": lambda c, t: c.alltoall(np.full((c.size, count), value), timeout=t),
         "scan": lambda c, t: c.scan(x, timeout=t),
         "barrier": lambda c, t: c.barrier(timeout=t),
-        "objects": lambda c, t: c.allgather_object(bytes(count), timeout=t),
+        "objects": lambda c, t: c.allgather_object(bytes([int(value)]) * count, timeout=t),
         "tree": lambda c, t: ac.allreduce_tree({"x": x, "y": x}, comm=c, timeout=t),
         "request": lambda c, t: c.iallreduce(x).wait(),
         "dup": lambda c, t: c.dup(),
@@ -78,6 +82,53 @@ def by_an_error_beside_it(c: Communicator, call: Call) -> None:
 
 
 WAYS = {"limit": by_its_limit, "interrupt": by_an_interrupt, "error": by_an_error_beside_it}
+
+
+PACKAGE = str(Path(ac.__file__).parent)
+TESTING = str(Path(ac.testing.__file__).parent)
+
+
+# The instructions behind which Python looks for an interrupt.
+LOOKS = {"CALL", "CALL_FUNCTION_EX", "CALL_KW", "JUMP_BACKWARD", "RESUME"}
+
+
+class Moments:
+    """Counts the moments at which this thread can be interrupted in the library; stops at one."""
+
+    def __init__(self, last: int = -1) -> None:
+        self.last, self.count = last, 0
+        self._before: tuple[Any, str] | None = None
+
+    def __call__(self, frame: Any, event: str, _: Any) -> Any:
+        code = frame.f_code
+        if not code.co_filename.startswith(PACKAGE) or code.co_filename.startswith(TESTING):
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            before, self._before = self._before, (frame, instruction(code, frame.f_lasti))
+            if before is not None and before[0] is frame and before[1] in LOOKS:
+                self.count += 1
+                if self.count == self.last:
+                    raise Stop
+        return self
+
+    def of(self, call: Callable[[], Any]) -> Any:
+        before = sys.gettrace()
+        sys.settrace(self)
+        try:
+            return call()
+        finally:
+            sys.settrace(before)
+
+
+@cache
+def instructions(code: Any) -> bytes:
+    found: bytes = code.co_code
+    return found
+
+
+def instruction(code: Any, place: int) -> str:
+    return dis.opname[instructions(code)[place]]
 
 
 class GivingUp:
@@ -145,6 +196,36 @@ class GivingUp:
         ends = comm.allgather_object(ended_well)
         # What goes by messages may have crossed the notice.
         assert len(set(ends)) == 1 or not internals.is_shared(comm)
+
+    @given(
+        ranks=range(2, 4),
+        first=ranked.roots(),
+        name=st.sampled_from(sorted(set(made(0)) - {"dup"})),
+        count=st.sampled_from(COUNTS),
+        moment=st.floats(0, 1),
+        timeout=TIMEOUT,
+    )
+    def test_an_interrupt_at_any_moment_leaves_nobody_a_wrong_result(
+        self, comm: Communicator, first: int, name: str, count: int, moment: float
+    ) -> None:
+        c, seen = comm.dup(timeout=1.0), Moments()
+        call, later = made(count)[name], made(count, comm.rank + 2.0)[name]
+        wants = later(c, None), seen.of(lambda: call(c, None))
+        stopping = Moments(1 + int(moment * seen.count) if comm.rank == first else -1)
+        begun, stopped = internals.steps(c), False
+        comm.barrier()
+        with suppress(ac.ArrayCommError):
+            try:
+                np.testing.assert_equal(stopping.of(lambda: call(c, None)), wants[1])
+            except Stop:
+                stopped = True
+            if stopped and internals.steps(c) == begun:
+                # It has not begun, or the communicator has ended.
+                np.testing.assert_equal(call(c, None), wants[1])
+        # One like it, with other data, by which a rank that is out of step would be misled.
+        with suppress(ac.ArrayCommError):
+            np.testing.assert_equal(later(c, None), wants[0])
+        comm.barrier()
 
 
 if LAUNCHED:

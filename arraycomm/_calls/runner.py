@@ -80,37 +80,47 @@ class Runner:
         self, timeout: float | None, operation: OperationClass[P], *args: P.args, **kwargs: P.kwargs
     ) -> Any:
         """Make a blocking call with a timeout of its own, or with the group's if that is None."""
-        started = time.perf_counter()
-        with self.group.turn() as engine:
-            try:
-                prepare = self._preparing(False, operation, *args, **kwargs)
-                if timeout is not None:
-                    prepare = self.group.watchdog.limited(timeout, prepare)
-                result = engine.run(self._program(operation.name, prepare, None))
-                follow = self.placements.after()
-                if follow is not None:
-                    follow()
-            except BaseException as error:
-                trim(error)
-                raise
-            finally:
-                self.group.watchdog.unlimit()
+        try:
+            started = time.perf_counter()
+            with self.group.turn() as engine:
+                try:
+                    prepare = self._preparing(False, operation, *args, **kwargs)
+                    if timeout is not None:
+                        prepare = self.group.watchdog.limited(timeout, prepare)
+                    result = engine.run(self._program(operation.name, prepare, None))
+                    follow = self.placements.after()
+                    if follow is not None:
+                        follow()
+                finally:
+                    self.group.watchdog.unlimit()
+        except BaseException as error:
+            self.leave_by(error)
+            raise
         self.statistics.add_seconds(operation.name, time.perf_counter() - started)
         return result
 
     def start(self, operation: OperationClass[P], *args: P.args, **kwargs: P.kwargs) -> Request:
         """Start a call that goes on while the caller does something else."""
-        site, ended = call_site(), Ended()
         try:
+            site, ended = call_site(), Ended()
             with self.group.turn():
                 prepare = self._preparing(True, operation, *args, **kwargs)
                 program = self._program(operation.name, prepare, site)
                 program = noting(program, self.placements.after, self.group.control, ended)
                 task = self.group.engine.submit(program, site)
         except BaseException as error:
-            trim(error)
+            self.leave_by(error)
             raise
         return Request(self.group, task, site, ended)
+
+    def leave_by(self, error: BaseException) -> None:
+        """Trim the error that a call raises; end the group if that was interrupted.
+
+        The call may have been at any point, so that the next one would not fit those of the others.
+        """
+        trim(error)
+        if not isinstance(error, Exception):
+            self.group.close(error)
 
     def set_guard(self, guard: Guard | None) -> None:
         """Have a guard asked before every call, or none."""

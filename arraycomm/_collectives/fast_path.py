@@ -26,7 +26,7 @@ from arraycomm._calls.placement import Destination
 from arraycomm._calls.requests import Request
 from arraycomm._calls.runner import OperationClass, Runner, prefix_of
 from arraycomm._calls.statistics import Count
-from arraycomm._callsite import call_site, trim
+from arraycomm._callsite import call_site
 from arraycomm._collectives.movements import FromRoot
 from arraycomm._collectives.reductions import Allreduce
 from arraycomm._dtypes import DType
@@ -58,14 +58,14 @@ def call(
     out: Any = None,
 ) -> Any:
     """Make a call `operation(context, x, *rest, out)`, by its fast path if there is one."""
-    # A fast path waits as long as the communicator's timeout says.
-    key, fast = (None, None) if timeout is not None else _find(runner, operation, x, rest, out)
     try:
+        # A fast path waits as long as the communicator's timeout says.
+        key, fast = (None, None) if timeout is not None else _find(runner, operation, x, rest, out)
         if fast is not None and (result := fast(x, out)) is not NotImplemented:
             return result
         result = runner.call_within(timeout, operation, x, *rest, out)
     except BaseException as error:
-        trim(error)
+        runner.leave_by(error)
         raise
     if key is not None and (fast is None or fast is _ONCE):
         _remember(runner, key, operation, x, out, result, again=fast is _ONCE)
@@ -80,12 +80,12 @@ def start(
     out: Any = None,
 ) -> Request[Any]:
     """Start a call like those of `call`; the two have their fast paths in common."""
-    key, fast = _find(runner, operation, x, rest, out)
     try:
+        key, fast = _find(runner, operation, x, rest, out)
         if fast is not None and (made := fast.start(x, out)) is not NotImplemented:
             return made  # type: ignore[no-any-return]
     except BaseException as error:
-        trim(error)
+        runner.leave_by(error)
         raise
     request = runner.start(operation, x, *rest, out)
     if key is not None and (fast is None or fast is _ONCE):
@@ -309,6 +309,7 @@ class _Exchanged(FastPath):
 
     def give_up(self, error: BaseException) -> None:
         """End the group: other ranks may have gone on, and no later call would fit theirs."""
+        self._engine.interrupted = self._group.control
         self._group.close(error)
         if isinstance(error, TransportError):
             self._group.watchdog.explain_failure(error)

@@ -229,7 +229,9 @@ class Group:
             self.control.completed = self.control.step
         waiting = self.engine.interrupted
         on_control = waiting is self.control and self.control.shared
-        self.unfinished = waiting is not None and not on_control
+        # An interrupt may also come between the beginning of a movement and the wait for it.
+        begun = waiting is not None or not isinstance(error, Exception)
+        self.unfinished = begun and not on_control
         self.end(error)
         in_vain = isinstance(error, CommTimeoutError) and not isinstance(error, DeadlockError)
         # After a timeout, others that wait for the same ranks are to time out themselves; who comes

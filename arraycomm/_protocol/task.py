@@ -57,8 +57,11 @@ class Task:
         except StopIteration as stop:
             self.finish(stop.value, None)
         except BaseException as error:
-            self.finish(None, error)
+            # Also an interrupt behind the program's part of this; if that has ended, nothing more.
+            self.fail(error)
             if not isinstance(error, Exception):
+                # Its caller hears of it now.
+                self.outcome.claim()
                 raise
 
     def finish(self, result: Any, error: BaseException | None) -> None:

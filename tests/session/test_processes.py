@@ -181,7 +181,7 @@ def test_ranks_end_with_a_launcher_that_is_killed(tmp_path) -> None:
 STUCK = """
 import ctypes, functools, signal, sys, time, numpy as np, arraycomm as ac
 from arraycomm._protocol.ends import process_watch
-from arraycomm._transports.mpi import movement as mpi_movement
+from arraycomm._transports.mpi import transport as over_mpi
 process_watch._FOR_EVER = 2.0
 comm = ac.init()
 if comm.rank == 0:
@@ -195,11 +195,11 @@ else:
     comm.send(1, 0)
     class Request:
         Test = functools.partial(ctypes.CDLL(None).sleep, 1000)
-    class Hanging(mpi_movement.Movement):
-        def __init__(self, request, *buffers):
-            super().__init__(request, *buffers)
-            self._request = Request()
-    mpi_movement.Movement = Hanging
+    class Hanging(over_mpi.Movement):
+        def __init__(self, begin, *arguments):
+            super().__init__(begin, *arguments)
+            self._begun = [Request()]
+    over_mpi.Movement = Hanging
 comm.reduce(np.ones(3_000_000))
 """
 
@@ -211,7 +211,7 @@ def test_a_rank_ends_if_a_call_of_mpi_does_not_return() -> None:
     assert result.returncode != 0
     assert "went on;" in result.stdout
     assert "arraycomm: a call of MPI has not returned for 2 s; so this rank ends" in result.stderr
-    assert "finished = self._request.Test()" in result.stderr
+    assert "finished: bool = request.Test()" in result.stderr
 
 
 FAILING = """

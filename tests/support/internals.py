@@ -306,7 +306,7 @@ def drop_first_task(comm: Member) -> None:
 
 def mpi_movements() -> Any:
     """Return the sends and receives that MPI has not finished, whoever waits for them."""
-    from arraycomm._transports.mpi.movement import KEPT_ALIVE, Movement
+    from arraycomm._transports.mpi.under_way import KEPT_ALIVE, Movement
 
     return {kept for kept in KEPT_ALIVE if isinstance(kept, Movement)}
 

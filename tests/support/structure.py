@@ -101,7 +101,8 @@ def flat(room: Path) -> int:
 def numbers() -> dict[str, tuple[int, int | None]]:
     """Return each number with its limit, or None if it is only reported.
 
-    A limit of lines is there against large growth. A change is not to be squeezed into it.
+    A limit of lines is there against large growth, two hundredths from now. A change is not to be
+    squeezed into it.
     """
     paths = modules()
     trees = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in paths.items()}
@@ -117,9 +118,9 @@ def numbers() -> dict[str, tuple[int, int | None]]:
         "lines of the longest module": (max(map(lines, paths.values())), 765),
         "modules flat in arraycomm/": (flat(package), 16),
         "modules flat in one room": (max(map(flat, rooms)), 18),
-        "lines of the package": (sum(map(lines, [*paths.values(), *native])), 61_200),
+        "lines of the package": (sum(map(lines, [*paths.values(), *native])), 62_400),
         "lines of the core": (sum(map(lines, [*core, *native])), None),
-        "lines of the tests": (sum(map(lines, tests)), 58_100),
+        "lines of the tests": (sum(map(lines, tests)), 59_300),
         "lines of the studies": (sum(map(lines, studies)), None),
     }
 

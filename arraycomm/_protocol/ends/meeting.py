@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
@@ -299,7 +299,7 @@ def _have(ranks: Collection[int]) -> str:
 # A collective call of MPI's own
 
 
-def finish(request: Any, what: str, timeout: float) -> None:
+def finish(done: Callable[[], bool], what: str, timeout: float) -> None:
     """Wait for a nonblocking MPI call that every rank begins about now; raise if one does not."""
 
     def watch(waited: float) -> None:
@@ -309,4 +309,4 @@ def finish(request: Any, what: str, timeout: float) -> None:
                 "and has gone"
             )
 
-    wait_for(request.Test, 0, watch)
+    wait_for(done, 0, watch)

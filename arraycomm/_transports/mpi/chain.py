@@ -9,11 +9,11 @@ from mpi4py import MPI
 
 from arraycomm._transports.base import Bytes, Handle
 from arraycomm._transports.control import SharedControl
-from arraycomm._transports.mpi.failures import translated
 from arraycomm._transports.mpi.memory import on_all, shared_memory
 from arraycomm._transports.mpi.movement import Messages
 from arraycomm._transports.mpi.pieces import Pieces
 from arraycomm._transports.mpi.routes import Places
+from arraycomm._transports.mpi.under_way import start
 from arraycomm._transports.node_chain import NodeChain, is_chain
 
 # See `direct.py` and `relay.py` for the tags of other movements.
@@ -39,12 +39,11 @@ class MpiChain(NodeChain):
     def recv(self, buffer: Bytes, peer: int) -> Handle:
         return self._begin(self._comm.Irecv, buffer, peer)
 
-    def _begin(self, start: Callable[..., MPI.Request], buffer: Bytes, peer: int) -> Handle:
-        try:
-            requests = [start([p, MPI.BYTE], peer, _TAG) for p in self._pieces.of(buffer)]
-        except MPI.Exception as error:
-            raise translated(error) from error
-        return Messages(requests, [], buffer)
+    def _begin(self, begin: Callable[..., MPI.Request], buffer: Bytes, peer: int) -> Handle:
+        messages = Messages(buffer)
+        for piece in self._pieces.of(buffer):
+            start(messages.requests, begin, [piece, MPI.BYTE], peer, _TAG)
+        return messages
 
 
 def make_chain(

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
-
 import numpy as np
 from mpi4py import MPI
 
 from arraycomm._transports.base import Bytes
+from arraycomm._transports.mpi.under_way import finish
 from arraycomm._transports.shared_files import LONGEST, Agree, Tell, share_file
 
 
@@ -21,7 +20,7 @@ def tell_and_agree(comm: MPI.Intracomm) -> tuple[Tell, Agree]:
 
     def tell(told: str) -> str:
         text = np.frombuffer(told.encode().ljust(LONGEST, b"\0"), np.uint8).copy()
-        finish(comm.Ibcast([text, MPI.BYTE]))
+        finish(comm.Ibcast, [text, MPI.BYTE])
         return text.tobytes().rstrip(b"\0").decode()
 
     return tell, lambda opened: on_all(comm, opened)
@@ -30,11 +29,5 @@ def tell_and_agree(comm: MPI.Intracomm) -> tuple[Tell, Agree]:
 def on_all(comm: MPI.Intracomm, fact: bool) -> bool:
     """Return whether something holds on all ranks; collective."""
     found = np.array([fact], np.int32)
-    finish(comm.Iallreduce(MPI.IN_PLACE, found, MPI.MIN))
+    finish(comm.Iallreduce, MPI.IN_PLACE, found, MPI.MIN)
     return bool(found[0])
-
-
-def finish(request: MPI.Request) -> None:
-    """Wait, and let others have the core: MPI's own wait would keep it from a rank that is late."""
-    while not request.Test():
-        os.sched_yield()

@@ -6,7 +6,7 @@ from mpi4py import MPI
 
 from arraycomm._transports.base import Bytes
 from arraycomm._transports.mpi.failures import translated
-from arraycomm._transports.mpi.movement import KEPT_ALIVE
+from arraycomm._transports.mpi.under_way import KEPT_ALIVE
 
 
 class _Persistent:

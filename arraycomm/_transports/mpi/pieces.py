@@ -14,7 +14,7 @@ processor would have to act.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, MutableSequence, Sequence
 from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -23,6 +23,7 @@ from mpi4py import MPI
 
 from arraycomm._transports.base import Bytes
 from arraycomm._transports.mpi.memory import on_all
+from arraycomm._transports.mpi.under_way import start
 
 # The most bytes of a piece, but for what makes whole cache lines of it, and how many are under way.
 PIECE: Final = 64_000
@@ -33,8 +34,7 @@ AHEAD: Final = 4
 # Omni-Path, and of Slingshot.
 _CARDS: Final = Path("/sys/class/infiniband"), Path("/sys/class/cxi")
 
-# A receive and a send; a null request stands for none.
-Requests = tuple[MPI.Request, MPI.Request]
+# Of each piece a receive and a send; a null request stands for none.
 Prepared = Sequence[tuple[MPI.Prequest, MPI.Prequest]]
 
 
@@ -91,18 +91,22 @@ class Lane:
         self._comm, self._to = comm, to
         self._into, self._out = cut(into, count), cut(block, count)
         self._count, self._begun, self._before = count, 0, before
-        self._receives: deque[MPI.Request] = deque()
-        self._sends: list[MPI.Request] = []
+        # The messages that are under way.
+        self.receives: deque[MPI.Request] = deque()
+        self.sends: list[MPI.Request] = []
 
-    def start(self, number: int) -> Requests:
+    def start(self, number: int) -> None:
         """Begin a piece each way."""
-        into, out = self._into[number], self._out[number]
-        received, sent = MPI.Request(), MPI.Request()
-        if len(into):
-            received = self._comm.Irecv([into, MPI.BYTE], *self._to)
-        if len(out):
-            sent = self._comm.Isend([out, MPI.BYTE], *self._to)
-        return received, sent
+        self._start(self.receives, self._comm.Irecv, self._into[number])
+        self._start(self.sends, self._comm.Isend, self._out[number])
+
+    def _start(
+        self, begun: MutableSequence[MPI.Request], begin: Callable[..., MPI.Request], piece: Bytes
+    ) -> None:
+        if len(piece):
+            start(begun, begin, [piece, MPI.BYTE], *self._to)
+        else:
+            begun.append(MPI.Request())
 
     @property
     def begun(self) -> bool:
@@ -115,11 +119,9 @@ class Lane:
             if not self._before.begun:
                 return
             self._before = None
-        while self._begun < self._count and len(self._receives) < AHEAD:
-            received, sent = self.start(self._begun)
+        while self._begun < self._count and len(self.receives) < AHEAD:
+            self.start(self._begun)
             self._begun += 1
-            self._receives.append(received)
-            self._sends.append(sent)
 
     def done(self) -> bool:
         """Begin what can be begun; tell whether all pieces are over. Never waits."""
@@ -128,15 +130,15 @@ class Lane:
             self.begin()
             if self._before is not None:
                 return False
-        while self._receives:
-            if not self._receives[0].Test():
+        while self.receives:
+            if not self.receives[0].Test():
                 return False
-            self._receives.popleft()
+            self.receives.popleft()
             self.begin()
-        while self._sends:
-            if not self._sends[-1].Test():
+        while self.sends:
+            if not self.sends[-1].Test():
                 return False
-            self._sends.pop()
+            self.sends.pop()
         return True
 
 

@@ -12,9 +12,9 @@ from mpi4py import MPI
 
 from arraycomm._transports.base import Bytes
 from arraycomm._transports.mpi.failures import translated
-from arraycomm._transports.mpi.movement import KEPT_ALIVE
 from arraycomm._transports.mpi.pieces import AHEAD, Pieces
 from arraycomm._transports.mpi.routes import Places, parts_of, route
+from arraycomm._transports.mpi.under_way import KEPT_ALIVE, start
 
 # Tags of broadcasts that may overlap; see `direct.py` for those of other movements.
 _TAG: Final = 1 << 10
@@ -48,22 +48,16 @@ class Relay:
         # How many parts are here.
         self._here = 0
         KEPT_ALIVE.add(self)
-        try:
-            if origin is None:
-                for part in self._parts:
-                    self._pass_on(part)
-                self._here = len(self._parts)
-                self._send()
-            else:
-                self._receives = [
-                    deque(
-                        comm.Irecv([piece, MPI.BYTE], origin, self._tag)
-                        for piece in self._pieces(part, origin)
-                    )
-                    for part in self._parts
-                ]
-        except MPI.Exception as error:
-            raise translated(error) from error
+        if origin is None:
+            for part in self._parts:
+                self._pass_on(part)
+            self._here = len(self._parts)
+            self._send()
+            return
+        for part in self._parts:
+            self._receives.append(deque())
+            for piece in self._pieces(part, origin):
+                start(self._receives[-1], comm.Irecv, [piece, MPI.BYTE], origin, self._tag)
 
     def done(self) -> bool:
         try:
@@ -94,7 +88,7 @@ class Relay:
             self._sends.popleft()
         while self._waiting and len(self._sends) < AHEAD * len(self._to):
             piece, peer = self._waiting.popleft()
-            self._sends.append(self._comm.Isend([piece, MPI.BYTE], peer, self._tag))
+            start(self._sends, self._comm.Isend, [piece, MPI.BYTE], peer, self._tag)
 
     def _pieces(self, part: Bytes, peer: int) -> list[Bytes]:
         return [part] if peer in self._near else self._cut.of(part)

@@ -20,13 +20,14 @@ from arraycomm._transports.mpi.chain import make_chain
 from arraycomm._transports.mpi.control import MpiControl
 from arraycomm._transports.mpi.direct import DirectMessages
 from arraycomm._transports.mpi.failures import failed_ranks, shrunk, survives_failures, translated
-from arraycomm._transports.mpi.memory import finish, shared_memory, tell_and_agree
-from arraycomm._transports.mpi.movement import begin, vector
+from arraycomm._transports.mpi.memory import shared_memory, tell_and_agree
+from arraycomm._transports.mpi.movement import vector
 from arraycomm._transports.mpi.notes import TAG as NOTES
 from arraycomm._transports.mpi.pairs import MpiPair
 from arraycomm._transports.mpi.pieces import agreed
 from arraycomm._transports.mpi.relay import Relay
 from arraycomm._transports.mpi.routes import Places
+from arraycomm._transports.mpi.under_way import Movement, finish
 from arraycomm._transports.pairs import Pair
 
 # Polls before a waiting rank gives up its core. More would delay the rank that it waits for, if
@@ -89,38 +90,38 @@ class MPITransport(Transport):
     def alltoall(self, send: Blocks, recv: Blocks) -> Handle:
         if self._direct is not None:
             return self._direct.alltoall(send, recv)
-        return begin(self.mpi_comm.Ialltoallv, vector(send), vector(recv))
+        return Movement(self.mpi_comm.Ialltoallv, vector(send), vector(recv))
 
     def allgather(self, recv: Blocks) -> Handle:
         if self._direct is not None:
             return self._direct.allgather(recv)
-        return begin(self.mpi_comm.Iallgatherv, MPI.IN_PLACE, vector(recv))
+        return Movement(self.mpi_comm.Iallgatherv, MPI.IN_PLACE, vector(recv))
 
     def gather(self, send: Bytes, recv: Blocks | None, root: int) -> Handle:
         into = recv and vector(recv)
-        return begin(self.mpi_comm.Igatherv, [send, MPI.BYTE], into, root)
+        return Movement(self.mpi_comm.Igatherv, [send, MPI.BYTE], into, root)
 
     def scatter(self, send: Blocks | None, recv: Bytes, root: int) -> Handle:
         parts = send and vector(send)
-        return begin(self.mpi_comm.Iscatterv, parts, [recv, MPI.BYTE], root)
+        return Movement(self.mpi_comm.Iscatterv, parts, [recv, MPI.BYTE], root)
 
     def bcast(self, buffer: Bytes, root: int) -> Handle:
         if self._between is not None:
             self._broadcasts += 1
             at = self._between, root, self._places
             return Relay(*at, buffer, self._pieces, self._broadcasts)
-        return begin(self.mpi_comm.Ibcast, [buffer, MPI.BYTE], root)
+        return Movement(self.mpi_comm.Ibcast, [buffer, MPI.BYTE], root)
 
     def send(self, buffer: Bytes, dest: int, tag: int) -> Handle:
         if dest == self.rank:
             return self._own.send((dest, dest, tag), buffer)
         start = self.mpi_comm.Isend if len(buffer) <= self.copied else self.mpi_comm.Issend
-        return begin(start, [buffer, MPI.BYTE], dest, tag)
+        return Movement(start, [buffer, MPI.BYTE], dest, tag)
 
     def recv(self, buffer: Bytes, source: int, tag: int) -> Handle:
         if source == self.rank:
             return self._own.recv((source, source, tag), buffer)
-        return begin(self.mpi_comm.Irecv, [buffer, MPI.BYTE], source, tag)
+        return Movement(self.mpi_comm.Irecv, [buffer, MPI.BYTE], source, tag)
 
     def pair(self, send: Bytes, dest: int, recv: Bytes, source: int, tag: int) -> Pair:
         if self.rank in (dest, source):
@@ -206,9 +207,8 @@ class MPITransport(Transport):
 
 
 def _duplicate(comm: MPI.Intracomm) -> MPI.Intracomm:
-    made, request = comm.Idup()
-    finish(request)
-    return made
+    made, _ = finish(comm.Idup)
+    return cast(MPI.Intracomm, made)
 
 
 def _look_around(comm: MPI.Intracomm) -> tuple[Sequence[int], Lives]:
