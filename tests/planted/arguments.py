@@ -179,18 +179,10 @@ ARGUMENTS: Final = (
     Fault(
         "error of rank 2: the third rank hears of no other rank's error",
         "arraycomm/_calls/runner.py",
-        "            except BaseException as error:\n"
-        "                trim(error)\n"
-        "                raise\n"
-        "            finally:\n"
-        "                self.group.watchdog.unlimit()",
-        "            except BaseException as error:\n"
-        "                trim(error)\n"
-        '                if self.group.rank == 2 and type(error).__name__ == "PeerError":\n'
-        "                    return None\n"
-        "                raise\n"
-        "            finally:\n"
-        "                self.group.watchdog.unlimit()",
+        "            self.leave_by(error)\n            raise\n        self.statistics",
+        "            self.leave_by(error)\n"
+        '            if self.group.rank == 2 and type(error).__name__ == "PeerError":\n'
+        "                return None\n            raise\n        self.statistics",
         ("wrong_argument_is_an_error_on_every_rank",),
     ),
     Fault(

@@ -87,6 +87,13 @@ HEADERS: Final = (
         ("a_call_that_begins_after_another_rank_gave_up_raises",),
     ),
     Fault(
+        "interrupted before its header: a rank's next call meets the one in which it was interrupted",
+        "arraycomm/_calls/runner.py",
+        "            self.group.close(error)\n\n    def set_guard",
+        "            pass\n\n    def set_guard",
+        ("an_interrupt_at_any_moment_leaves_nobody_a_wrong_result",),
+    ),
+    Fault(
         "large number wraps: a Python integer beyond 64 bits is taken modulo 2^64",
         "arraycomm/_arrays/frameworks/python.py",
         "        array: Array = np.array(x, dtype)",
