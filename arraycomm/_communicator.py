@@ -604,7 +604,7 @@ class Communicator(NonblockingCalls, UnevenCalls, MessageCalls, Traceable):
         root : int
             The rank that sends.
         """
-        return self._runner.call_within(timeout, BcastObject, obj, root)
+        return fast_path.call_object(self._runner, timeout, BcastObject, obj, (root,))
 
     def allgather_object(self, obj: T, *, timeout: float | None = None) -> list[T]:
         """Return the list of all ranks' Python objects, which are sent as pickles.
@@ -614,8 +614,7 @@ class Communicator(NonblockingCalls, UnevenCalls, MessageCalls, Traceable):
         obj : object
             Anything that pickles; it may differ between ranks in type and size.
         """
-        gathered: list[T] = self._runner.call_within(timeout, AllgatherObject, obj)
-        return gathered
+        return fast_path.call_object(self._runner, timeout, AllgatherObject, obj)
 
     def gather_object(
         self, obj: T, root: int = 0, *, timeout: float | None = None
@@ -629,9 +628,7 @@ class Communicator(NonblockingCalls, UnevenCalls, MessageCalls, Traceable):
         root : int
             The rank that gets the list.
         """
-        gathered: list[T] | None
-        gathered = self._runner.call_within(timeout, GatherObject, obj, root)
-        return gathered
+        return fast_path.call_object(self._runner, timeout, GatherObject, obj, (root,))
 
     def plan(self, tree: Any, op: str = "mean", *, timeout: float | None = None) -> Plan:
         """Prepare the reduction of trees like this one, to be used in every step.

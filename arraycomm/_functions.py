@@ -6,7 +6,12 @@ from arraycomm._arrays.typing import TreeT
 from arraycomm._communicator import Communicator, runner_of, trees_of
 from arraycomm._entries import entry
 from arraycomm._session import world
-from arraycomm._trees.reduce import DEFAULT_BUCKET_BYTES, AllreduceGradients, AllreduceTree
+from arraycomm._trees.reduce import (
+    DEFAULT_BUCKET_BYTES,
+    AllreduceGradients,
+    AllreduceTree,
+    call_tree,
+)
 from arraycomm._trees.synchronize import Synchronize
 
 
@@ -55,9 +60,8 @@ def allreduce_tree(
     Each byte is copied once, into a buffer for its dtype; results are parts of that buffer.
     """
     comm = comm or world()
-    return runner_of(comm).call_within(
-        timeout, AllreduceTree, trees_of(comm), tree, op, bucket_bytes
-    )
+    rest = (op, bucket_bytes)
+    return call_tree(runner_of(comm), timeout, AllreduceTree, trees_of(comm), tree, rest)
 
 
 @entry
@@ -105,9 +109,8 @@ def allreduce_gradients(
     has other shapes: twice the tree's bytes at most. It is used again once its results are gone.
     """
     comm = comm or world()
-    return runner_of(comm).call_within(
-        timeout, AllreduceGradients, trees_of(comm), tree, op, bucket_bytes, compression, missing
-    )
+    rest = (op, bucket_bytes, compression, missing)
+    return call_tree(runner_of(comm), timeout, AllreduceGradients, trees_of(comm), tree, rest)
 
 
 @entry

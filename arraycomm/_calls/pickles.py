@@ -37,13 +37,30 @@ def dumps(obj: Any, name: str = "obj", remedy: str = _PARTS) -> Bytes:
     return np.frombuffer(stream.getbuffer(), np.uint8)
 
 
-def loads(rank: int, data: Bytes) -> Any:
+def loads(rank: int, data: Bytes | bytes) -> Any:
     """Return the object of a pickle that `rank` has sent."""
     try:
-        return pickle.loads(data.data)
+        return pickle.loads(data if isinstance(data, bytes) else data.data)
     except Exception as error:
         check_pickle(rank, data, error)
         raise
+
+
+class Pickled:
+    """An object as a call is given it; it is pickled once, where its pickle is asked for."""
+
+    # Those of an array, by which calls with arrays are found again: objects have none.
+    dtype, shape = None, None
+
+    def __init__(self, obj: Any) -> None:
+        self._obj = obj
+        self._data: Bytes | None = None
+
+    def data(self) -> Bytes:
+        """Return the pickle."""
+        if self._data is None:
+            self._data = dumps(self._obj)
+        return self._data
 
 
 class _Pickler(pickle.Pickler):

@@ -137,17 +137,19 @@ class Runner:
         self,
         agreeing: Generator[Handle, None, Agreement],
         site: str | None,
+        placement: HostPlacement,
         operation: OperationClass[P],
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> Steps:
         """Go on with a call whose header has been shown, and differs from that of other ranks.
 
-        `site` is that of a request.
+        `site` is that of a request, `placement` that of the arrays.
         """
         prepare = self._preparing(site is not None, operation, *args, **kwargs)
         agreement = yield from agreeing
-        made = prepare(self.placements.host)
+        made = prepare(placement)
+        self.statistics.count(made.name, made.nbytes, made.copies)
         return (yield from self._go_on(made, prepare, agreement, site))
 
     def _preparing(

@@ -16,6 +16,7 @@ class Count(NamedTuple):
     calls: int
     nbytes: int
     seconds: float
+    copies: int = 0
 
 
 class Statistics:
@@ -73,7 +74,7 @@ class Statistics:
 
 def _add_counts(totals: Totals, counts: list[Count]) -> None:
     for count in counts:
-        _add(totals, {count.operation: [count.calls, count.nbytes, 0, count.seconds]})
+        _add(totals, {count.operation: [count.calls, count.nbytes, count.copies, count.seconds]})
 
 
 def _add(totals: Totals, others: Totals) -> None:

@@ -9,7 +9,7 @@ If anything is unusual they hand over.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from time import perf_counter
@@ -22,12 +22,14 @@ from arraycomm._arrays.results import allocate_like, commit_out, to_framework, v
 from arraycomm._arrays.views import view
 from arraycomm._calls.fast_paths import FastPath
 from arraycomm._calls.operation import NO_SHARE, Context, Operation, Share
+from arraycomm._calls.pickles import Pickled
 from arraycomm._calls.placement import Destination
 from arraycomm._calls.requests import Request
 from arraycomm._calls.runner import OperationClass, Runner, prefix_of
 from arraycomm._calls.statistics import Count
 from arraycomm._callsite import call_site
 from arraycomm._collectives.movements import FromRoot
+from arraycomm._collectives.objects import ObjectOperation
 from arraycomm._collectives.reductions import Allreduce
 from arraycomm._dtypes import DType
 from arraycomm._errors import TransportError
@@ -56,20 +58,36 @@ def call(
     x: Any = None,
     rest: tuple[Any, ...] = (),
     out: Any = None,
+    kind: type[Exchanged] | None = None,
 ) -> Any:
-    """Make a call `operation(context, x, *rest, out)`, by its fast path if there is one."""
+    """Make a call `operation(context, x, *rest, out)`, by its fast path if there is one.
+
+    That of another `kind` than `SmallCall` says itself what the operation is given.
+    """
+    kind = kind or SmallCall
     try:
         # A fast path waits as long as the communicator's timeout says.
         key, fast = (None, None) if timeout is not None else _find(runner, operation, x, rest, out)
         if fast is not None and (result := fast(x, out)) is not NotImplemented:
             return result
-        result = runner.call_within(timeout, operation, x, *rest, out)
+        result = runner.call_within(timeout, operation, *kind.arguments(x, rest, out))
     except BaseException as error:
         runner.leave_by(error)
         raise
     if key is not None and (fast is None or fast is _ONCE):
-        _remember(runner, key, operation, x, out, result, again=fast is _ONCE)
+        _remember(runner, key, operation, x, out, kind, result, again=fast is _ONCE)
     return result
+
+
+def call_object(
+    runner: Runner,
+    timeout: float | None,
+    operation: OperationClass[...],
+    obj: Any,
+    rest: tuple[Any, ...] = (),
+) -> Any:
+    """Make a call of an object as `call` makes one of an array."""
+    return call(runner, timeout, operation, Pickled(obj), rest, None, ObjectCall)
 
 
 def start(
@@ -89,7 +107,8 @@ def start(
         raise
     request = runner.start(operation, x, *rest, out)
     if key is not None and (fast is None or fast is _ONCE):
-        request.remember = partial(_remember, runner, key, operation, x, out, again=fast is _ONCE)
+        remember = partial(_remember, runner, key, operation, x, out, SmallCall)
+        request.remember = partial(remember, again=fast is _ONCE)
     return request
 
 
@@ -113,6 +132,7 @@ def _remember(
     operation: OperationClass[...],
     x: Any,
     out: Any,
+    kind: type[Exchanged],
     result: Any,
     ended: int | None = None,
     *,
@@ -128,7 +148,7 @@ def _remember(
         return
     if operation is Allreduce:
         keep(runner, key, x, *rest)
-    elif not _may_keep(runner, x) or ended not in (None, runner.group.control.step):
+    elif not _may_keep(runner, *kind.arrays(x)) or ended not in (None, runner.group.control.step):
         return
     elif not again:
         runner.fast_paths.keep(key, _ONCE)
@@ -136,22 +156,25 @@ def _remember(
         try:
             path: FastPath | None = None
             with suppress(Exception):
-                made = operation(Context(runner.group, runner.placements), x, *rest, out)
+                context = Context(runner.group, runner.placements)
+                made = operation(context, *kind.arguments(x, rest, out))
                 step = _step(runner, made, x, result)
-                path = step and SmallCall(runner, _Call(key, operation, rest), step)
+                path = step and kind(runner, Call(key, operation, rest), step, made)
             runner.fast_paths.keep(key, path or FastPath())
         finally:
             turn.release()
 
 
-def _may_keep(runner: Runner, x: Any) -> bool:
-    """Return whether calls with an array like x may have a fast path."""
+def _may_keep(runner: Runner, *arrays: Any) -> bool:
+    """Return whether calls with arrays like these may have a fast path."""
     paths = runner.fast_paths
+    if paths.repeats is None or not paths.may_keep:
+        return False
     # An array on a device would be copied from there to be looked at.
-    return paths.repeats is not None and paths.may_keep and not runner.placements.on_device(x)
+    return not any(map(runner.placements.on_device, arrays))
 
 
-class _Form(NamedTuple):
+class Form(NamedTuple):
     """The dtype and the shape of an array."""
 
     dtype: DType
@@ -162,7 +185,7 @@ class _Form(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-class _Call(NamedTuple):
+class Call(NamedTuple):
     """A call `operation(context, x, *rest, out)`, and the key by which its fast path is found."""
 
     key: tuple[Any, ...]
@@ -170,7 +193,7 @@ class _Call(NamedTuple):
     rest: tuple[Any, ...]
 
 
-class _Step(NamedTuple):
+class Step(NamedTuple):
     """What a rank shows in the step of a call, with the array that it sends, and what it gets.
 
     `headers` is what all ranks have shown, or its beginning, one after the other. If the call is
@@ -180,13 +203,13 @@ class _Step(NamedTuple):
     signature: Signature
     header: bytes
     headers: bytes
-    sends: _Form | None
-    gets: _Form | None
+    sends: Form | None
+    gets: Form | None
     share: Share
     plain: bool
 
 
-def _step(runner: Runner, made: Operation, x: Any, result: Any) -> _Step | None:
+def _step(runner: Runner, made: Operation, x: Any, result: Any) -> Step | None:
     """Return the step of a small call that has just been made; None if it is not known."""
     control, share = runner.group.control, made.share()
     found = Headers(control)
@@ -205,18 +228,18 @@ def _step(runner: Runner, made: Operation, x: Any, result: Any) -> _Step | None:
     if source is not None and source.copied:
         # It would be copied in each call.
         return None
-    sends = None if source is None else _Form(source.dtype, source.shape)
-    gets = None if made.target is None else _Form(made.target.dtype, made.target.shape)
+    sends = None if source is None else Form(source.dtype, source.shape)
+    gets = None if made.target is None else Form(made.target.dtype, made.target.shape)
     compared = _DIGEST
     if isinstance(made, FromRoot):
         compared, known = slice(None), found.array(made.root)
         if known is None or found.payload_bytes(made.root) < 0 or not (plain or made.is_root):
             return None
-        gets = _Form(*known)
+        gets = Form(*known)
     elif not found.agree():
         return None
     headers = _shown(control, header, compared)
-    return _Step(made.signature, header, headers, sends, gets, share, plain)
+    return Step(made.signature, header, headers, sends, gets, share, plain)
 
 
 def _shown(control: ControlChannel, own: bytes, compared: slice) -> bytes:
@@ -245,12 +268,12 @@ def keep(runner: Runner, key: tuple[Any, ...], x: Any, op: str, note: str = "") 
             # It would be copied each time to see that.
             paths.keep(key, FastPath())
             return
-        form = _Form(source.dtype, source.shape)
+        form = Form(source.dtype, source.shape)
         signature = Signature("allreduce", op + note, None, *form)
         header = encode(signature, -1 if large else form.nbytes)
         headers, share = header[_DIGEST] * group.size, Share(range(group.size), 0, op)
-        call = _Call(key, Allreduce, (op,))
-        step = _Step(signature, header, headers, form, form, share, type(x) is np.ndarray)
+        call = Call(key, Allreduce, (op,))
+        step = Step(signature, header, headers, form, form, share, type(x) is np.ndarray)
         if large:
             step = step._replace(sends=None, gets=None, share=NO_SHARE)
             paths.keep(key, LargeAllreduce(runner, call, step, form))
@@ -261,12 +284,13 @@ def keep(runner: Runner, key: tuple[Any, ...], x: Any, op: str, note: str = "") 
             paths.repeats.remember(op, path.exchange)
 
 
-class _Exchanged(FastPath):
-    """Calls whose headers the native part exchanges."""
+class Exchanged(FastPath):
+    """Calls whose headers the native part exchanges, like one for which an operation was `made`."""
 
-    def __init__(self, runner: Runner, call: _Call, step: _Step) -> None:
+    def __init__(self, runner: Runner, call: Call, step: Step, made: Any = None) -> None:
         group, control = runner.group, runner.group.control
         self._runner, self._group, self._engine = runner, group, group.engine
+        self._placement, self._negotiable = runner.placements.host, False
         self._call, self._signature = call, step.signature
         self._current = (call.operation.name, None)
         share, (sends, sent), (gets, given) = step.share, _size(step.sends), _size(step.gets)
@@ -296,6 +320,16 @@ class _Exchanged(FastPath):
             nodes=control.native,
         )
 
+    @staticmethod
+    def arguments(x: Any, rest: tuple[Any, ...], out: Any) -> tuple[Any, ...]:
+        """Return what an operation is made of, beside its context."""
+        return x, *rest, out
+
+    @staticmethod
+    def arrays(x: Any) -> Sequence[Any]:
+        """Return what may be on a device of what the call is given."""
+        return (x,)
+
     def free(self) -> None:
         """Let go of the native part's object, which has this one, and the memory of the slots."""
         self.exchange = None
@@ -324,19 +358,29 @@ class _Exchanged(FastPath):
         if isinstance(operation, type) and issubclass(operation, FromRoot):
             # What ranks show may be another array of the root from now on.
             self._runner.fast_paths.drop(key)
-        agreeing = agree(self._group.control, self._signature, site=site)
-        return self._runner.settling(agreeing, site, operation, x, *rest, out)
+        control, negotiable = self._group.control, self._negotiable
+        agreeing = agree(control, self._signature, negotiable=negotiable, site=site)
+        arguments = self.arguments(x, rest, out)
+        return self._runner.settling(agreeing, site, self._placement, operation, *arguments)
+
+    def handed_over(self, deliver: Callable[[], Any]) -> Any:
+        """Return the result of a call that is over for the other ranks."""
+        try:
+            return deliver()
+        except Exception as error:
+            UndeliveredError(error).name(self._call.operation.name)
+            raise
 
 
-def _size(form: _Form | None) -> tuple[tuple[int, ...], int]:
+def _size(form: Form | None) -> tuple[tuple[int, ...], int]:
     return ((), 0) if form is None else (form.shape, form.nbytes)
 
 
-class SmallCall(_Exchanged):
+class SmallCall(Exchanged):
     """The fast path of calls whose arrays are small enough to travel with the header."""
 
-    def __init__(self, runner: Runner, call: _Call, step: _Step) -> None:
-        super().__init__(runner, call, step)
+    def __init__(self, runner: Runner, call: Call, step: Step, made: Any = None) -> None:
+        super().__init__(runner, call, step, made)
         self._sends, self._gets, self._plain = step.sends, step.gets, step.plain
         self._make = self.exchange.make
 
@@ -447,10 +491,53 @@ def _write_out(into: BufferView, elements: Array) -> Any:
     return commit_out(into)
 
 
-class LargeAllreduce(_Exchanged):
+class ObjectCall(Exchanged):
+    """The fast path of calls of objects whose pickles are small enough to travel with the header.
+
+    How long these are may differ from call to call and from rank to rank.
+    """
+
+    def __init__(self, runner: Runner, call: Call, step: Step, made: ObjectOperation) -> None:
+        super().__init__(runner, call, step, made)
+        self._sends, self._root, self._loaded = made.sends, made.root, made.loaded
+        self._nbytes = 0
+
+    @staticmethod
+    def arguments(x: Any, rest: tuple[Any, ...], out: Any) -> tuple[Any, ...]:
+        return x, *rest
+
+    def __call__(self, x: Pickled, out: Any) -> Any:
+        try:
+            data = x.data() if self._sends else b""
+        except Exception:
+            return NotImplemented
+        except BaseException as error:
+            # As in a full call: the other ranks wait for the object.
+            self.give_up(error)
+            raise
+        if len(data) > self._group.inline_bytes or not self._engine.turn.acquire(False):
+            return NotImplemented
+        try:
+            exchange = self.exchange
+            if exchange is None or self._engine.queue or self._group.closed is not None:
+                return NotImplemented
+            received = exchange.show(data)
+            if received is None:
+                return self.settle(x, out)
+            self._nbytes += len(data)
+        finally:
+            self._engine.turn.release()
+        return self.handed_over(partial(self._loaded, self._root, received))
+
+    def count(self) -> Count:
+        calls, seconds = self.exchange.counts()
+        return Count(self._call.operation.name, calls, self._nbytes, seconds)
+
+
+class LargeAllreduce(Exchanged):
     """The fast path of `allreduce` of arrays whose elements move after the header."""
 
-    def __init__(self, runner: Runner, call: _Call, step: _Step, form: _Form) -> None:
+    def __init__(self, runner: Runner, call: Call, step: Step, form: Form) -> None:
         super().__init__(runner, call, step)
         (self._op,), (self._dtype, self._shape), self._nbytes = call.rest, form, form.nbytes
         self._link = runner.group.transport
@@ -504,10 +591,10 @@ class LargeAllreduce(_Exchanged):
                 source, target = x.reshape(-1), out.reshape(-1)
                 moving = allreduce(self._link, source, target, self._op)
                 self._engine.run(self._group.guarded(moving))
+                self._calls += 1
+                self._seconds += perf_counter() - started
             else:
                 out[...] = self.settle(x, None)
-            self._calls += 1
-            self._seconds += perf_counter() - started
             return True
         finally:
             self._engine.turn.release()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -9,8 +10,8 @@ import numpy as np
 
 from arraycomm._calls.arguments import check_root
 from arraycomm._calls.attempts import take_together
-from arraycomm._calls.operation import Context, Operation
-from arraycomm._calls.pickles import dumps, loads
+from arraycomm._calls.operation import NO_SHARE, Context, Operation, Share
+from arraycomm._calls.pickles import Pickled, dumps, loads
 from arraycomm._protocol.agreement import Agreement
 from arraycomm._protocol.announced import check_payload, check_size
 from arraycomm._protocol.header import Signature
@@ -25,8 +26,15 @@ def _bytes(count: int) -> Bytes:
     return np.empty(count, np.uint8)
 
 
+def _data_of(obj: Any) -> Bytes:
+    return obj.data() if type(obj) is Pickled else dumps(obj)
+
+
 class ObjectOperation(Operation):
     """An operation on one pickle a rank; `received` is each rank's, on a rank that gets them."""
+
+    # Whether this rank's object is sent.
+    sends = True
 
     def __init__(self, context: Context, data: Bytes, root: int | None = None) -> None:
         super().__init__(context)
@@ -38,6 +46,14 @@ class ObjectOperation(Operation):
     def pack(self, room: int) -> Bytes | None:
         return self.data if len(self.data) <= room else None
 
+    @staticmethod
+    def loaded(root: int | None, received: Sequence[Bytes | bytes]) -> Any:
+        """Return what the call returns on a rank that has received these pickles."""
+        raise NotImplementedError
+
+    def result(self, agreement: Agreement) -> Any:
+        return self.loaded(self.root, self.received)
+
 
 class AllgatherObject(ObjectOperation):
     """See `Communicator.allgather_object`."""
@@ -45,13 +61,14 @@ class AllgatherObject(ObjectOperation):
     name, code = "allgather_object", 9
 
     def __init__(self, context: Context, obj: Any, root: int | None = None) -> None:
-        super().__init__(context, dumps(obj), root)
+        super().__init__(context, _data_of(obj), root)
 
     def steps(self, agreement: Agreement) -> Steps:
         group, lengths = self.group, agreement.lengths(1)
         check_payload(group.rank, lengths[group.rank], len(self.data))
         if max(lengths) <= group.inline_bytes:
-            self.received = [agreement.payload(rank, n) for rank, n in enumerate(lengths)]
+            ranks = self.share().ranks
+            self.received = [agreement.payload(rank, lengths[rank]) for rank in ranks]
             return
         bounds, receives = bounds_of(lengths), self.receives
         if receives:
@@ -63,10 +80,13 @@ class AllgatherObject(ObjectOperation):
         if into is not None:
             self.received = [into[start:end] for start, end in pairwise(bounds)]
 
-    def result(self, agreement: Agreement) -> list[Any] | None:
-        if not self.receives:
-            return None
-        return [loads(rank, part) for rank, part in enumerate(self.received)]
+    def share(self) -> Share:
+        return Share(range(self.group.size)) if self.receives else NO_SHARE
+
+    @staticmethod
+    def loaded(root: int | None, received: Sequence[Bytes | bytes]) -> list[Any] | None:
+        parts = [loads(rank, part) for rank, part in enumerate(received)]
+        return parts or None
 
     @property
     def receives(self) -> bool:
@@ -90,7 +110,12 @@ class BcastObject(ObjectOperation):
 
     def __init__(self, context: Context, obj: Any, root: int) -> None:
         root = check_root(root, context.group.size)
-        super().__init__(context, dumps(obj) if context.group.rank == root else _NO_BYTES, root)
+        self.sends = context.group.rank == root
+        super().__init__(context, _data_of(obj) if self.sends else _NO_BYTES, root)
+
+    def share(self) -> Share:
+        assert self.root is not None
+        return Share(range(self.root, self.root + 1))
 
     def steps(self, agreement: Agreement) -> Steps:
         group = self.group
@@ -109,6 +134,7 @@ class BcastObject(ObjectOperation):
         yield from algorithms.bcast(group.transport, received, self.root)
         self.received = [received]
 
-    def result(self, agreement: Agreement) -> Any:
-        assert self.root is not None
-        return loads(self.root, self.received[0])
+    @staticmethod
+    def loaded(root: int | None, received: Sequence[Bytes | bytes]) -> Any:
+        assert root is not None
+        return loads(root, received[0])

@@ -22,6 +22,8 @@
  * they are looked for without it, on one node and on several. */
 enum { LOOKS = 200, WAIT_NANOSECONDS = 100000, NODES_NANOSECONDS = 1000000 };
 enum { MAX_DIMS = 9 };
+/* Where in a slot the header has two lengths, in which ranks may differ: that of the payload, and what the rank announces. */
+enum { LENGTHS = 13 * 8 };
 
 /* An array as a call takes or gives it; its shape fits none if it has more dimensions. */
 typedef struct {
@@ -50,6 +52,7 @@ typedef struct {
     char *prefix;      /* the bytes of the header */
     const void **rows; /* where the parts of the ranks' payloads are, in even steps and in odd ones */
     int looks;
+    Py_ssize_t sent; /* the bytes of the payload of the last step */
     int64_t started;
     long long calls;
     double seconds;
@@ -185,19 +188,31 @@ static void exchange_dealloc(Exchange *self)
 
 /* ---- one call ---------------------------------------------------------------------------------- */
 
-/* Write this rank's array and header into its slot, and publish them as the next step. */
-static void post(Exchange *self, const void *payload, Py_ssize_t nbytes)
+/* Write this rank's array and a header into its slot, and publish them as the next step. */
+static void post_with(Exchange *self, const char *header, const void *payload, Py_ssize_t nbytes)
 {
     const int64_t step = ++self->control->step;
     if (self->nodes) announce(self->nodes, step, nbytes);
-    post_step(&self->slots, step, self->prefix, payload, (size_t)nbytes);
+    post_step(&self->slots, step, header, payload, (size_t)nbytes);
+    self->sent = nbytes;
+}
+
+static void post(Exchange *self, const void *payload, Py_ssize_t nbytes)
+{
+    post_with(self, self->prefix, payload, nbytes);
+}
+
+/* Whether every rank shows the header of this one, to the last bit. Those of ranks on other nodes are then not in their slots. */
+static bool shows_one(const Exchange *self)
+{
+    return self->nodes && self->expects_own && nodes_alike(self->nodes, self->control->step);
 }
 
 /* Whether all ranks show what they have shown before. */
 static bool as_before(const Exchange *self)
 {
     const int64_t step = self->control->step;
-    if (self->nodes && self->expects_own && nodes_alike(self->nodes, step)) return true;
+    if (shows_one(self)) return true;
     return headers_begin(&self->slots, step, self->expected, self->compared);
 }
 
@@ -207,6 +222,14 @@ static bool all_here(const Exchange *self)
 {
     const int64_t step = self->control->step;
     return !self->nodes && all_posted(&self->slots, step, self->looks) && as_before(self);
+}
+
+/* Count the call whose step is over. */
+static void count_call(Exchange *self)
+{
+    self->control->completed = self->control->step;
+    ++self->calls;
+    self->seconds += 1e-9 * (double)(clock_now() - self->started);
 }
 
 /* Make the result of what the ranks have posted. */
@@ -220,9 +243,7 @@ static void finish(Exchange *self, char *out)
         run_fold(self->fold, (Earlier){0}, rows, count, &into, false, (size_t)self->part / fold_itemsize(self->fold));
     else
         for (int from = 0; from < count; ++from) memcpy(out + from * self->part, rows[from], (size_t)self->part);
-    self->control->completed = step;
-    ++self->calls;
-    self->seconds += 1e-9 * (double)(clock_now() - self->started);
+    count_call(self);
 }
 
 /* Throw the result of a call of Python away. */
@@ -254,7 +275,7 @@ static int await_others(Exchange *self)
     const int64_t step = self->control->step;
     bool done;
     Py_BEGIN_ALLOW_THREADS
-    done = self->nodes ? exchange_nodes(self->nodes, step, self->in.nbytes, NODES_NANOSECONDS)
+    done = self->nodes ? exchange_nodes(self->nodes, step, self->sent, NODES_NANOSECONDS)
                        : wait_for_all(&self->slots, step, clock_now() + WAIT_NANOSECONDS);
     Py_END_ALLOW_THREADS
     if (done || dropped(PyObject_CallMethod(self->path, "await_others", NULL)) == 0) return 0;
@@ -368,6 +389,58 @@ static PyObject *exchange_meet(Exchange *self, PyObject *none)
     return PyBool_FromLong(as_before(self));
 }
 
+/* How many bytes came with a rank's header; -1 if its payload is still to come, or is not as long as the header says. */
+static int64_t length_from(const Exchange *self, int rank)
+{
+    int64_t lengths[2];
+    if (shows_one(self)) return self->sent;
+    memcpy(lengths, slot_of(&self->slots, self->control->step, rank) + LENGTHS, sizeof lengths);
+    return lengths[0] == lengths[1] && lengths[0] <= (int64_t)self->slots.slot - PAYLOAD ? lengths[0] : -1;
+}
+
+/* The payloads that this rank gets, as bytes; None if there are some that have not come with their headers. */
+static PyObject *received(Exchange *self)
+{
+    PyObject *const payloads = PyList_New(0);
+    bool taken = payloads != NULL;
+    for (int rank = 0; taken && rank < self->slots.size; ++rank) {
+        const int64_t nbytes = length_from(self, rank);
+        if (nbytes < 0) {
+            Py_DECREF(payloads);
+            Py_RETURN_NONE;
+        }
+        if (rank < self->first || rank >= self->last) continue;
+        const char *const slot = slot_of(&self->slots, self->control->step, rank);
+        PyObject *const payload = PyBytes_FromStringAndSize(slot + PAYLOAD, (Py_ssize_t)nbytes);
+        taken = payload && PyList_Append(payloads, payload) == 0;
+        Py_XDECREF(payload);
+    }
+    count_call(self);
+    if (taken) return payloads;
+    Py_XDECREF(payloads);
+    return NULL;
+}
+
+/* Make a step with payloads whose lengths are each rank's own; whoever calls has the turn. */
+static PyObject *exchange_show(Exchange *self, PyObject *data)
+{
+    Py_buffer from;
+    char header[PAYLOAD - HEADER];
+    if (PyObject_GetBuffer(data, &from, PyBUF_SIMPLE)) return NULL;
+    const int64_t lengths[2] = {from.len, from.len};
+    const bool fits = from.len <= (Py_ssize_t)self->slots.slot - PAYLOAD;
+    if (fits) {
+        self->started = clock_now();
+        memcpy(header, self->prefix, sizeof header);
+        memcpy(header + LENGTHS - HEADER, lengths, sizeof lengths);
+        post_with(self, header, from.buf, from.len);
+    }
+    PyBuffer_Release(&from);
+    if (!fits) return PyErr_Format(PyExc_ValueError, "the data do not fit into a slot");
+    if (!all_here(self) && await_others(self)) return NULL;
+    return as_before(self) ? received(self) : Py_NewRef(Py_None);
+}
+
 static PyObject *exchange_counts(Exchange *self, PyObject *none)
 {
     (void)none;
@@ -386,6 +459,9 @@ static PyMethodDef exchange_methods[] = {
      PyDoc_STR("finish(into): end that call once all ranks have come to it; False, with nothing done, if they show something else.")},
     {"meet", (PyCFunction)(void (*)(void))exchange_meet, METH_NOARGS,
      PyDoc_STR("meet(): make a step with the header alone; True if all ranks show the headers that were given. The turn is taken.")},
+    {"show", (PyCFunction)(void (*)(void))exchange_show, METH_O,
+     PyDoc_STR("show(data): make a step with these bytes; a list of those that this rank gets, or None if ranks show other headers than "
+               "those that were given, or have sent no bytes with theirs. The turn is taken.")},
     {"counts", (PyCFunction)(void (*)(void))exchange_counts, METH_NOARGS,
      PyDoc_STR("counts(): return how many calls were made, and their seconds.")},
     {NULL, NULL, 0, NULL},

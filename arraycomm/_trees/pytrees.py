@@ -56,14 +56,14 @@ class Flat(NamedTuple):
         return (STRUCTURE, "\n".join([self.structure, *kept])), (STATIC, "\n".join(sent))
 
 
-class _Outline(NamedTuple):
+class Outline(NamedTuple):
     """What optree's structure says of the ranks' trees."""
 
     paths: tuple[str, ...]
     structure: str
 
 
-class _NotPlainError(Exception):
+class NotPlainError(Exception):
     """A tree has containers of which optree does not know enough."""
 
 
@@ -74,10 +74,10 @@ def flatten(tree: Any, name: str = "tree", *, rebuilds: bool = True) -> Flat:
     """
     leaves, spec = optree.tree_flatten(tree, none_is_leaf=True)
     try:
-        outline = _outline(spec, name)
-    except _NotPlainError:
+        outline = outline_of(spec, name)
+    except NotPlainError:
         leaves, spec = optree.tree_flatten(tree, is_leaf=_is_opened_here, none_is_leaf=True)
-        outline = _outline(spec, name)
+        outline = outline_of(spec, name)
         found = [_open_here(*pair) for pair in zip(leaves, outline.paths, strict=True)]
     else:
         found = [None] * len(leaves)
@@ -97,11 +97,12 @@ def flatten(tree: Any, name: str = "tree", *, rebuilds: bool = True) -> Flat:
 
 # Only of structures of plain containers: others may have metadata that changes, or has no `==`.
 @lru_cache(maxsize=256)
-def _outline(spec: optree.PyTreeSpec, name: str) -> _Outline:
+def outline_of(spec: optree.PyTreeSpec, name: str) -> Outline:
+    """Return the outline of a structure, or raise if optree does not know enough of it."""
     paths: list[str] = []
     lines: list[str] = []
     _walk(spec, name, paths, lines)
-    return _Outline(tuple(paths), "\n".join(sorted(lines)))
+    return Outline(tuple(paths), "\n".join(sorted(lines)))
 
 
 def _walk(spec: optree.PyTreeSpec, path: str, paths: list[str], lines: list[str]) -> None:
@@ -114,7 +115,7 @@ def _walk(spec: optree.PyTreeSpec, path: str, paths: list[str], lines: list[str]
     lines.append(_container(path, spec.type, like))
     other_keys = spec.type in (dict, defaultdict) and not are_plain(spec.entries())
     if other_keys or is_custom(spec.type):
-        raise _NotPlainError
+        raise NotPlainError
     for child_path, child in zip(_child_paths(spec, path), spec.children(), strict=True):
         _walk(child, child_path, paths, lines)
 
@@ -152,7 +153,7 @@ def _open_here(tree: Any, path: str) -> Node | None:
 
 def _flatten_nodes(
     leaves: list[Any],
-    outline: _Outline,
+    outline: Outline,
     nodes: list[Node | None],
     spec: optree.PyTreeSpec,
     *,

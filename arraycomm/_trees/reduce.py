@@ -1,4 +1,7 @@
-"""`allreduce_tree` and `allreduce_gradients`: whole trees reduced in few messages."""
+"""`allreduce_tree` and `allreduce_gradients`: whole trees reduced in few messages.
+
+Calls of small trees that repeat are prepared by the tree's structure, without a plan.
+"""
 
 from __future__ import annotations
 
@@ -7,27 +10,33 @@ from typing import Any, Final
 
 import ml_dtypes
 import numpy as np
+import optree
 
-from arraycomm._arrays.buffer import BufferView
+from arraycomm._arrays.buffer import Array, BufferView, allocate
 from arraycomm._arrays.results import to_framework
 from arraycomm._arrays.views import view
 from arraycomm._calls.attempts import take_together
-from arraycomm._calls.operation import Context, Operation
+from arraycomm._calls.fast_paths import FastPath
+from arraycomm._calls.operation import Context, Operation, Share
 from arraycomm._calls.placement import HostPlacement
 from arraycomm._calls.refusals import announced, check_taken
+from arraycomm._calls.runner import OperationClass, Runner
+from arraycomm._calls.statistics import Count
+from arraycomm._collectives.fast_path import Call, Exchanged, Form, Step, call
 from arraycomm._cuda.placement import DevicePlacement
 from arraycomm._dtypes import DType, Kind, check_op, kind_of
+from arraycomm._folds import fold
 from arraycomm._protocol.agreement import Agreement
 from arraycomm._protocol.details import CallDetail
 from arraycomm._protocol.header import LeafSpec, Settings, Signature
 from arraycomm._reduce.chunks import reserve
 from arraycomm._transports.base import Bytes, Steps
 from arraycomm._trees import device_leaves
-from arraycomm._trees.buffers import Packed
+from arraycomm._trees.buffers import BYTE, Packed
 from arraycomm._trees.fusion import Fusion, TreeMemory
-from arraycomm._trees.layout import Spec
-from arraycomm._trees.leaves import NONE, Leaves, Parts, agreed_leaves, spec_of
-from arraycomm._trees.pytrees import flatten
+from arraycomm._trees.layout import Spec, slots_of
+from arraycomm._trees.leaves import NONE, NUMBERS, Leaves, Parts, agreed_leaves, spec_of
+from arraycomm._trees.pytrees import Outline, flatten, outline_of
 
 DEFAULT_BUCKET_BYTES: Final = 25 << 20
 COMPRESSIONS: Final[dict[str, DType]] = {
@@ -35,6 +44,9 @@ COMPRESSIONS: Final[dict[str, DType]] = {
     "float16": np.dtype(np.float16),
 }
 
+
+# To look at more leaves takes longer than a call in full does besides.
+_MOST_LEAVES: Final = 64
 
 # Frameworks of numbers, which have no arrays.
 _NUMBERS: Final = ("python", "numpy_scalar")
@@ -83,6 +95,9 @@ class AllreduceTree(Operation):
             return None
         self.packed.pack(self.parts.sources)
         return self.packed.buffer
+
+    def share(self) -> Share:
+        return Share(range(self.group.size), 0, self.op)
 
     def steps(self, agreement: Agreement) -> Steps:
         if agreement.calls is not None:
@@ -232,3 +247,158 @@ def results(
         array = slot if slot.dtype == wanted else slot.astype(wanted)
         made[index] = to_framework(array, like)
     return [made.get(index) for index in range(len(views))]
+
+
+def call_tree(
+    runner: Runner,
+    timeout: float | None,
+    operation: OperationClass[...],
+    memory: TreeMemory,
+    tree: Any,
+    rest: tuple[Any, ...],
+) -> Any:
+    """Make a call `operation(context, memory, tree, *rest)`, by its fast path if there is one."""
+    try:
+        given = Given(memory, tree)
+    except Exception:
+        # The full call looks at it more closely, and lets the other ranks know of an error.
+        return runner.call_within(timeout, operation, memory, tree, *rest)
+    return call(runner, timeout, operation, given, rest, None, SmallTree)
+
+
+class Given:
+    """A small tree as a call is given it.
+
+    Calls are found again by its outline and its leaves, as those of an array are by its shape and
+    dtype. Trees that are not of plain containers, or have None, raise; their calls are not found.
+    """
+
+    def __init__(self, memory: TreeMemory, tree: Any) -> None:
+        self.memory, self.tree = memory, tree
+        self.leaves, self.spec = optree.tree_flatten(tree, none_is_leaf=True)
+        if len(self.leaves) > _MOST_LEAVES:
+            raise ValueError("a tree of many leaves")
+        self.shape = outline_of(self.spec, "tree")
+        self.dtype = tuple(
+            [
+                type(leaf) if type(leaf) in NUMBERS else (type(leaf), leaf.dtype, leaf.shape)
+                for leaf in self.leaves
+            ]
+        )
+
+
+# A leaf's slot, and the view of the leaf; None if that is NumPy's.
+_Placed = tuple[Array, BufferView | None]
+
+
+class SmallTree(Exchanged):
+    """The fast path of reductions of trees whose leaves travel with the header."""
+
+    def __init__(self, runner: Runner, call: Call, step: Step, made: AllreduceTree) -> None:
+        _check_prepared(call, made)
+        fusion, size = made.fusion, runner.group.size
+        dtypes = {bucket.dtype for bucket in fusion.buckets}
+        # Leaves of one dtype are folded at once; those of several by dtype, from all ranks' slots.
+        self._folds = [] if len(dtypes) == 1 else fusion.buckets
+        dtype = BYTE if self._folds else min(dtypes, default=BYTE)
+        self._sends = Form(dtype, (fusion.nbytes // dtype.itemsize,))
+        self._gets = self._sends
+        if self._folds:
+            self._gets = Form(BYTE, (size * fusion.nbytes,))
+            step = step._replace(share=step.share._replace(op=None))
+        super().__init__(runner, call, step._replace(sends=self._sends, gets=self._gets), made)
+        self._placement, self._negotiable = runner.placements.host_tree, made.negotiable
+        # Each leaf's dtype and shape, and from which byte on it is sent.
+        self._slots = [
+            (slot.dtype, slot.shape, slot.elements.start * slot.dtype.itemsize)
+            for slot in slots_of(fusion.specs, fusion.buckets)
+        ]
+        self._op, self._nbytes = made.op, fusion.nbytes
+        self._make = self.exchange.make
+
+    @staticmethod
+    def arguments(x: Any, rest: tuple[Any, ...], out: Any) -> tuple[Any, ...]:
+        return x.memory, x.tree, *rest
+
+    @staticmethod
+    def arrays(x: Any) -> list[Any]:
+        leaves: list[Any] = x.leaves
+        return leaves
+
+    def __call__(self, x: Given, out: Any) -> Any:
+        leaves = x.leaves
+        try:
+            sent = allocate(self._sends.shape, self._sends.dtype)
+            received = allocate(self._gets.shape, BYTE) if self._folds else sent
+            placed = self._placed(leaves, sent)
+        except Exception:
+            return NotImplemented
+        if placed is None:
+            return NotImplemented
+        result = self._make(sent, received, x, None)
+        if result is not received:
+            return result
+        if self._folds:
+            self._fold(received.reshape(self._group.size, -1), sent)
+        return self.handed_over(lambda: optree.tree_unflatten(x.spec, _results(leaves, placed)))
+
+    def _placed(self, leaves: list[Any], sent: Array) -> list[_Placed] | None:
+        """Copy the leaves into what is sent; None if they are not as the call has to have them."""
+        # Also the bytes between leaves.
+        sent.fill(0)
+        placed = []
+        for leaf, (dtype, shape, start) in zip(leaves, self._slots, strict=True):
+            slot: Array = np.ndarray(shape, dtype, sent, start)
+            # By such an array's own dtype and shape the call was found.
+            like = None if type(leaf) is np.ndarray else view(leaf)
+            if like is None:
+                slot[...] = leaf
+            elif _is_there(leaf, like) and like.dtype == dtype and like.shape == shape:
+                slot[...] = like.array
+            else:
+                return None
+            placed.append((slot, like))
+        return placed
+
+    def _fold(self, rows: Array, into: Array) -> None:
+        start = 0
+        for bucket in self._folds:
+            part = slice(start, start := start + bucket.nbytes)
+            if bucket.nbytes:
+                parts = [row[part].view(bucket.dtype) for row in rows]
+                fold(self._op, bucket.dtype, parts, into[part].view(bucket.dtype))
+
+    def free(self) -> None:
+        super().free()
+        self._make = FastPath()
+
+    def count(self) -> Count:
+        calls, seconds = self.exchange.counts()
+        name, copies = self._call.operation.name, calls * len(self._slots)
+        return Count(name, calls, calls * self._nbytes, seconds, copies)
+
+
+def _check_prepared(call: Call, made: AllreduceTree) -> None:
+    """Raise for a tree that goes no fast path."""
+    flat, views = made.leaves.flat, [leaf for leaf in made.leaves.views if leaf is not None]
+    # Containers that only the full call opens are in no outline.
+    if Outline(tuple(flat.paths), flat.structure) != call.key[3] or made.payload is None:
+        raise ValueError("a tree without a fast path")
+    sent = tuple((leaf.dtype, leaf.shape) for leaf in views)
+    if sent != made.fusion.specs or not all(map(_is_there, flat.leaves, views)):
+        raise ValueError("a tree of which each call makes copies")
+
+
+def _is_there(leaf: Any, found: BufferView) -> bool:
+    """Return whether a leaf was read where it is, or is a number, which is nowhere."""
+    return not found.copied or isinstance(leaf, NUMBERS)
+
+
+def _results(leaves: list[Any], placed: list[_Placed]) -> list[Any]:
+    """Return results like the leaves; one for leaves that are one, if they are the same bits."""
+    made = [slot if like is None else to_framework(slot, like) for slot, like in placed]
+    if len(set(map(id, leaves))) < len(leaves):
+        first: dict[tuple[int, bytes], Any] = {}
+        for number, (leaf, (slot, _)) in enumerate(zip(leaves, placed, strict=True)):
+            made[number] = first.setdefault((id(leaf), slot.tobytes()), made[number])
+    return made

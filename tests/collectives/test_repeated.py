@@ -349,12 +349,18 @@ ANOTHER: dict[str, Callable[[ac.Communicator, Any], Any]] = {
     "reduce_scatter": lambda comm, x: comm.reduce_scatter(x),
     "scan": lambda comm, x: comm.scan(x),
     "exscan": lambda comm, x: comm.exscan(x),
-    "object": lambda comm, x: comm.bcast_object("text"),
+    "bcast_object": lambda comm, x: comm.bcast_object("text"),
+    "bcast_object of another root": lambda comm, x: comm.bcast_object("text", 1),
+    "gather_object": lambda comm, x: comm.gather_object("text"),
+    "tree": lambda comm, x: ac.allreduce_tree([x], "sum", comm=comm),
+    "tree of others": lambda comm, x: ac.allreduce_tree([x, x], "sum", comm=comm),
+    "gradients": lambda comm, x: ac.allreduce_gradients([x], "sum", comm=comm),
     "error": lambda comm, x: comm.allgather(object()),
+    "error of an object": lambda comm, x: comm.allgather_object(lambda: None),
 }
 
 
-@pytest.mark.parametrize("name", [name for name in ANOTHER if name not in ("object", "error")])
+@pytest.mark.parametrize("name", [name for name in ANOTHER if not name.startswith("error")])
 @each_rank_of(3)
 def test_a_prepared_call_beside_another_raises_on_all(comm: ac.Communicator, name: str) -> None:
     x, said = np.ones((3, 2)), set()
@@ -366,12 +372,11 @@ def test_a_prepared_call_beside_another_raises_on_all(comm: ac.Communicator, nam
             ANOTHER[name](trial, x)
         with pytest.raises((ac.ArrayCommError, TypeError)) as caught:
             ANOTHER[other if comm.rank == 2 else name](trial, x)
-        expected = ac.PeerError if other == "error" else ac.MismatchError
-        assert isinstance(
-            caught.value, TypeError if other == "error" and comm.rank == 2 else expected
-        )
+        raises = other.startswith("error")
+        expected = ac.PeerError if raises else ac.MismatchError
+        assert isinstance(caught.value, TypeError if raises and comm.rank == 2 else expected)
         said.add(str(caught.value))
-        if other == "error":
+        if raises:
             # All are in step, and go on.
             ANOTHER[name](trial, x)
         trial.free()

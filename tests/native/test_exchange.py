@@ -210,9 +210,30 @@ def test_calls_keep_nothing_alive() -> None:
     assert memory() is None
 
 
-def test_slots_have_to_be_those_of_a_control_channel() -> None:
-    memory, turn = np.zeros(1024, np.uint8), compiled.Turn()
-    usual = {
+def test_shown_lengths_have_to_be_those_of_what_is_there() -> None:
+    """What a rank shows that is longer than a slot, or is not there, is nothing to be read."""
+    memory = np.zeros(1024, np.uint8)
+    slots = memory.view(np.int64).reshape(2, 2, 32)
+    for here, there in ((0, 0), (5, 0), (128, 128), (3, -1), (3, 129), (3, 1 << 40)):
+        exchange = compiled.Exchange(**{**_usual(memory), "fold": -1, "gives": ((), 0)})
+        data = bytes(range(here))
+        # Of the other rank, whose payload lies behind its header.
+        slots[1, 1, :16] = [1, *[0] * 12, there, there, 0]
+        memory[768 + 128 : 1024] = 7
+        want = [data, b"\7" * there] if 0 <= there <= 128 else None
+        assert exchange.show(data) == want
+        assert exchange.counts()[0] == (want is not None)
+    slots[1, 1, 13] = 2
+    exchange = compiled.Exchange(**{**_usual(memory), "fold": -1, "gives": ((), 0)})
+    assert exchange.show(b"") is None
+    with pytest.raises(ValueError, match="do not fit into a slot"):
+        exchange.show(bytes(129))
+    with pytest.raises(TypeError):
+        exchange.show("text")
+
+
+def _usual(memory: np.ndarray) -> dict[str, Any]:
+    return {
         "memory": memory,
         "rank": 0,
         "size": 2,
@@ -227,10 +248,15 @@ def test_slots_have_to_be_those_of_a_control_channel() -> None:
         "dtype": np.dtype(float),
         "control": compiled.Counts(),
         "queue": [],
-        "turn": turn,
+        "turn": compiled.Turn(),
         "path": mock.Mock(),
         "patient": True,
     }
+
+
+def test_slots_have_to_be_those_of_a_control_channel() -> None:
+    memory = np.zeros(1024, np.uint8)
+    usual = _usual(memory)
     compiled.Exchange(**usual)
     for wrong in (
         *({"rank": 2}, {"rank": -1}, {"size": 0}, {"size": 3}, {"slot": 255}, {"slot": 128}),

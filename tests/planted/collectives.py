@@ -466,9 +466,16 @@ MESSAGES: Final = (
     Fault(
         "objects of one rank: `gather_object` gives every rank the list",
         "arraycomm/_collectives/objects.py",
-        "        if not self.receives:\n",
-        "        if not self.received:\n",
+        "        return Share(range(self.group.size)) if self.receives else NO_SHARE\n",
+        "        return Share(range(self.group.size))\n",
         ("objects_arrive_equal",),
+    ),
+    Fault(
+        "length of an object before: an object that is sent again is announced as long as the last",
+        "arraycomm/_native/exchange.c",
+        "        memcpy(header + LENGTHS - HEADER, lengths, sizeof lengths);\n",
+        "",
+        ("objects_that_repeat_arrive_equal",),
     ),
     Fault(
         "objects of every rank: `allgather_object` of long objects gives this rank's own last",

@@ -16,6 +16,22 @@ _REDUCE: Final = "arraycomm/_trees/reduce.py"
 
 TREES: Final = (
     Fault(
+        "bytes of other leaves: a small tree that repeats is folded from the bytes of its first dtype",
+        _REDUCE,
+        "            part = slice(start, start := start + bucket.nbytes)\n",
+        "            part = slice(0, bucket.nbytes)\n",
+        ("trees_that_repeat_give_what_they_give_once",),
+        compiled=True,
+    ),
+    Fault(
+        "missing in the third call: ranks that have reduced a gradient twice expect it from all",
+        _REDUCE,
+        "runner.placements.host_tree, made.negotiable\n",
+        "runner.placements.host_tree, False\n",
+        ("trees_that_repeat_give_what_they_give_once",),
+        compiled=True,
+    ),
+    Fault(
         "tied leaf comes back as two: the results of an array that a tree has twice are two arrays",
         _LEAVES,
         "        if other != number and _are_same(results[number], results[other]):",
