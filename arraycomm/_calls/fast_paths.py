@@ -38,6 +38,10 @@ class FastPath:
         """Give back what the transport keeps for it; no call is made afterwards."""
 
 
+# Stands for a call that has been made once: many are never made again.
+ONCE: Final = FastPath()
+
+
 class FastPaths:
     """The fast paths of one communicator, of every kind; the native part finds some by itself.
 
@@ -83,6 +87,12 @@ class FastPaths:
         if len(self._paths) >= _MOST:
             self.forget()
         self._paths[key] = path
+
+    def keep_second(self, key: Hashable, make: Callable[[], FastPath]) -> None:
+        """Keep what `make` returns once a call has been made in full for a second time."""
+        found = self.find(key)
+        if self.may_keep and (found is None or found is ONCE):
+            self.keep(key, make() if found is ONCE else ONCE)
 
     def drop(self, key: Hashable) -> None:
         """Give up the fast path of calls with this key; its figures are kept."""

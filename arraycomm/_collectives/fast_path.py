@@ -20,7 +20,7 @@ import numpy as np
 from arraycomm._arrays.buffer import Array, BufferView, allocate
 from arraycomm._arrays.results import allocate_like, commit_out, to_framework, view_out
 from arraycomm._arrays.views import view
-from arraycomm._calls.fast_paths import FastPath
+from arraycomm._calls.fast_paths import ONCE, FastPath
 from arraycomm._calls.operation import NO_SHARE, Context, Operation, Share
 from arraycomm._calls.pickles import Pickled
 from arraycomm._calls.placement import Destination
@@ -47,8 +47,6 @@ _DIGEST: Final = slice(0, 8)
 _PLAIN: Final = (np.ndarray, type(None))
 # What is sent, the memory for the result, and what makes of that what the caller gets.
 _Found = tuple[Any, Any, Callable[[], Any] | None]
-# Stands for a call that has been made once: many are never made again.
-_ONCE: Final = FastPath()
 
 
 def call(
@@ -74,8 +72,8 @@ def call(
     except BaseException as error:
         runner.leave_by(error)
         raise
-    if key is not None and (fast is None or fast is _ONCE):
-        _remember(runner, key, operation, x, out, kind, result, again=fast is _ONCE)
+    if key is not None and (fast is None or fast is ONCE):
+        _remember(runner, key, operation, x, out, kind, result, again=fast is ONCE)
     return result
 
 
@@ -106,9 +104,9 @@ def start(
         runner.leave_by(error)
         raise
     request = runner.start(operation, x, *rest, out)
-    if key is not None and (fast is None or fast is _ONCE):
+    if key is not None and (fast is None or fast is ONCE):
         remember = partial(_remember, runner, key, operation, x, out, SmallCall)
-        request.remember = partial(remember, again=fast is _ONCE)
+        request.remember = partial(remember, again=fast is ONCE)
     return request
 
 
@@ -151,7 +149,7 @@ def _remember(
     elif not _may_keep(runner, *kind.arrays(x)) or ended not in (None, runner.group.control.step):
         return
     elif not again:
-        runner.fast_paths.keep(key, _ONCE)
+        runner.fast_paths.keep(key, ONCE)
     elif turn.acquire(False):
         try:
             path: FastPath | None = None

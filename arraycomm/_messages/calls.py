@@ -6,12 +6,13 @@ from typing import Any
 
 from arraycomm._arrays.typing import ReceivedT
 from arraycomm._calls.requests import ProcessBound, Request
-from arraycomm._entries import entries
+from arraycomm._callsite import trim
+from arraycomm._entries import entries, entry
 from arraycomm._messages.matching import Status, Wildcard
 from arraycomm._messages.messages import Messenger, Pickled
 
 
-@entries()
+@entries(trimmed=True)
 class MessageCalls(ProcessBound):
     """The calls of a communicator in which one rank sends and another receives."""
 
@@ -38,7 +39,11 @@ class MessageCalls(ProcessBound):
         Returns when `x` may be changed again: a short message may then still be under way, a long
         one has been received. Messages wait for no collective, and no collective waits for them.
         """
-        self._messenger.send(x, dest, tag, timeout=timeout)
+        try:
+            self._messenger.send(x, dest, tag, timeout=timeout)
+        except BaseException as error:
+            trim(error)
+            raise
 
     def recv(
         self,
@@ -86,7 +91,11 @@ class MessageCalls(ProcessBound):
         ranks' messages to choose from, those that have come first are taken first, as far as the
         transport knows.
         """
-        return self._messenger.recv(source, tag, like, out, status, timeout=timeout)
+        try:
+            return self._messenger.recv(source, tag, like, out, status, timeout=timeout)
+        except BaseException as error:
+            trim(error)
+            raise
 
     def sendrecv(
         self,
@@ -104,11 +113,21 @@ class MessageCalls(ProcessBound):
 
         `out` may be memory of `x`.
         """
-        return self._messenger.sendrecv(x, dest, source, tag, like, out, status, timeout=timeout)
+        try:
+            return self._messenger.sendrecv(
+                x, dest, source, tag, like, out, status, timeout=timeout
+            )
+        except BaseException as error:
+            trim(error)
+            raise
 
     def isend(self, x: Any, dest: int | Wildcard, tag: int = 0) -> Request[None]:
         """Start `send`; leave `x` alone until the request is finished."""
-        return self._messenger.isend(x, dest, tag)
+        try:
+            return self._messenger.isend(x, dest, tag)
+        except BaseException as error:
+            trim(error)
+            raise
 
     def irecv(
         self,
@@ -120,8 +139,13 @@ class MessageCalls(ProcessBound):
         status: Status | None = None,
     ) -> Request[ReceivedT]:
         """Start `recv`; leave `out` alone until the request is finished, which fills `status`."""
-        return self._messenger.irecv(source, tag, like, out, status)
+        try:
+            return self._messenger.irecv(source, tag, like, out, status)
+        except BaseException as error:
+            trim(error)
+            raise
 
+    @entry
     def send_object(
         self, obj: Any, dest: int | Wildcard, tag: int = 0, *, timeout: float | None = None
     ) -> None:
@@ -136,6 +160,7 @@ class MessageCalls(ProcessBound):
         """
         self._messenger.send(Pickled(obj), dest, tag, timeout=timeout)
 
+    @entry
     def recv_object(
         self,
         source: int | Wildcard,
@@ -156,16 +181,19 @@ class MessageCalls(ProcessBound):
         """
         return self._messenger.recv(source, tag, Pickled(), None, status, timeout=timeout)
 
+    @entry
     def isend_object(self, obj: Any, dest: int | Wildcard, tag: int = 0) -> Request[None]:
         """Start `send_object`; `obj` may be changed at once."""
         return self._messenger.isend(Pickled(obj), dest, tag)
 
+    @entry
     def irecv_object(
         self, source: int | Wildcard, tag: int | Wildcard = 0, *, status: Status | None = None
     ) -> Request[Any]:
         """Start `recv_object`; the request returns the object, and fills `status`."""
         return self._messenger.irecv(source, tag, Pickled(), None, status)
 
+    @entry
     def probe(
         self, source: int | Wildcard, tag: int | Wildcard = 0, *, timeout: float | None = None
     ) -> Status:
@@ -190,6 +218,7 @@ class MessageCalls(ProcessBound):
         """
         return self._messenger.probe(source, tag, timeout=timeout)
 
+    @entry
     def iprobe(self, source: int | Wildcard, tag: int | Wildcard = 0) -> Status | None:
         """Return what `probe` would, or None if there is no such message yet; does not wait."""
         return self._messenger.iprobe(source, tag)

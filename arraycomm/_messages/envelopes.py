@@ -32,7 +32,8 @@ _ELEMENTS, _RAISED, _PICKLE = range(3)
 # Bytes behind the head: to copy more elements into an envelope takes longer than a message of their
 # own.
 ROOM: Final = 64 << 10
-NBYTES: Final = _HEAD.size + ROOM
+HEAD: Final = _HEAD.size
+NBYTES: Final = HEAD + ROOM
 
 
 class Contents(NamedTuple):
@@ -58,13 +59,6 @@ def short_head(dtype: DType, shape: tuple[int, ...], place: int) -> Bytes | None
     if not has_room_for(dtype, shape) or nbytes > ROOM:
         return None
     return np.frombuffer(_head(_ELEMENTS, nbytes, dtype, shape, 0, place), np.uint8)
-
-
-def fill(room: Bytes, head: Bytes, array: Array) -> Bytes:
-    """Write a head and an array's elements into memory, and return the part that they take."""
-    room[: _HEAD.size] = head
-    np.ndarray(array.shape, array.dtype, room, _HEAD.size)[...] = array
-    return room[: _HEAD.size + array.nbytes]
 
 
 def start_of(source: BufferView, place: int) -> bytes:
@@ -121,6 +115,11 @@ def _head(
 # To receive
 
 
+def empty() -> Bytes:
+    """Return memory for any envelope."""
+    return np.empty(NBYTES, np.uint8)
+
+
 def place_of(envelope: Bytes) -> int:
     """Return the place in its program from which a message comes; 0 outside of programs."""
     (place,) = _WORD.unpack_from(envelope.data, _PLACE_AT)
@@ -135,18 +134,27 @@ def note(status: Status, dtype: DType, shape: tuple[int, ...]) -> None:
 
 def short_result(envelope: Bytes, out: Array | None, status: Status) -> Array | None:
     """Return an envelope's elements for NumPy; None if they are not there, or do not fit `out`."""
-    found = _read_short(envelope[: _HEAD.size].tobytes())
-    if found is None:
-        return None
-    shape, dtype = found
-    elements: Array = np.ndarray(shape, dtype, envelope, _HEAD.size)
+    _, elements = short_elements(envelope)
+    return None if elements is None else taken(elements, out, status)
+
+
+def short_elements(envelope: Bytes) -> tuple[bytes, Array | None]:
+    """Return an envelope's head, and its elements where they are, None if they are not there."""
+    head = envelope[: _HEAD.size].tobytes()
+    found = _read_short(head)
+    return head, None if found is None else np.ndarray(*found, envelope, _HEAD.size)
+
+
+def taken(elements: Array, out: Array | None, status: Status | None) -> Array | None:
+    """Return elements that have come, outside of their envelope; None if they do not fit `out`."""
     if out is None:
         out = elements.copy()
-    elif out.dtype == dtype and out.shape == shape and out.flags.carray:
+    elif out.dtype == elements.dtype and out.shape == elements.shape and out.flags.carray:
         out[...] = elements
     else:
         return None
-    note(status, dtype, shape)
+    if status is not None:
+        note(status, elements.dtype, elements.shape)
     return out
 
 

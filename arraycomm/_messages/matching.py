@@ -14,6 +14,7 @@ from typing import Final
 
 from arraycomm._dtypes import DType
 from arraycomm._transports.base import Bytes, Handle, Transport
+from arraycomm._transports.repeated import Repeated
 
 
 class Wildcard(enum.Enum):
@@ -121,6 +122,14 @@ class Matcher:
             else:
                 self._waiting.append(receive)
         return receive
+
+    def begin(self, message: Repeated) -> bool:
+        """Begin a receive that names both, unless others wait that it must come behind."""
+        with self._lock:
+            if self._waiting:
+                return False
+            message.begin()
+            return True
 
     def probe(self, source: int | None, tags: range) -> tuple[int, int] | None:
         """Return source and tag of a message that no receive under way takes, or None."""

@@ -24,23 +24,21 @@ from arraycomm._calls.refusals import wanted_kind
 from arraycomm._calls.requests import Request, wait_for_each
 from arraycomm._calls.runner import Runner
 from arraycomm._callsite import call_site, describe_raise
-from arraycomm._errors import MismatchError, PeerError, name_operation, naming
+from arraycomm._errors import MismatchError, PeerError, TransportError, name_operation, naming
 from arraycomm._messages import envelopes
-from arraycomm._messages.fast_exchange import FastExchange, Key
+from arraycomm._messages.fast_messages import FastReceive, FastSend, MessageWait, beside
 from arraycomm._messages.matching import ANY_SOURCE, ANY_TAG, PROC_NULL, Matcher, Probe, Status
 from arraycomm._protocol.agreement import UndeliveredError
 from arraycomm._protocol.group import Group
 from arraycomm._protocol.task import Task
 from arraycomm._protocol.waits import clock
-from arraycomm._protocol.waits.deadlock import MANY, Wait
+from arraycomm._protocol.waits.deadlock import Wait
 from arraycomm._protocol.waits.watchdog import LAST_MESSAGE, checked_timeout
 from arraycomm._reduce.blocks import cut
 from arraycomm._transports.base import Bytes, Handle, Steps
 
 # Tags of the user's are below this, those of further pieces from it on.
 TAGS: Final = 1 << 20
-# Envelopes whose memory is kept to be used again.
-_SPARE: Final = 2
 
 
 class Message(NamedTuple):
@@ -79,34 +77,13 @@ class _Finished(NamedTuple):
 class _Outgoing(NamedTuple):
     """An array on its way: its envelope, with few elements inside it or many behind it.
 
-    `room` is the memory of an envelope that can be used again. Bytes and copies are counted.
+    Bytes and copies are counted.
     """
 
     envelope: Bytes
-    room: Bytes | None
     data: Bytes | None
     nbytes: int
     copies: int
-
-
-class _Wait:
-    """What a thread waits for that makes a call without a request, for errors."""
-
-    __slots__ = ("doing", "nbytes", "peer", "tag")
-
-    def __init__(self, doing: str, peer: int, tag: int, nbytes: int = 0) -> None:
-        self.doing, self.peer, self.tag, self.nbytes = doing, peer, tag, nbytes
-
-    def __str__(self) -> str:
-        return f"{self.doing} rank {self.peer} with tag {self.tag}"
-
-    def told(self, group: Group) -> Wait:
-        """Return what is told of this wait."""
-        sends = self.doing == "send to"
-        unknown = sends and (self.nbytes <= group.transport.copied or self.tag >= MANY)
-        [count] = (group.sent if sends else group.received)[self.peer, self.tag]
-        counted = () if unknown else (int(sends), self.tag, count)
-        return Wait(lambda: [self.peer], str(self), call_site(), None, counted=counted)
 
 
 class Wanted(NamedTuple):
@@ -118,6 +95,8 @@ class Wanted(NamedTuple):
 
 
 _Pending = Request | _Finished
+# The key of a call, and its fast path, if there are any.
+_Found = tuple[tuple[Any, ...] | None, FastPath | None]
 
 
 class Messenger:
@@ -134,8 +113,6 @@ class Messenger:
         self._host = HostPlacement(group)
         self._matcher = Matcher(group.transport)
         self._pieces = 0
-        # Envelopes that are used again: to touch fresh memory takes longer than a short message.
-        self._spare: list[Bytes] = []
         # When `iprobe` last asked ranks where they are, or began to find nothing, and first saw
         # that all of some had left.
         self._asked: float | None = None
@@ -143,31 +120,54 @@ class Messenger:
 
     def isend(self, x: Any, dest: Any, tag: int) -> Request:
         """Start to send an array."""
-        return cast(Request, self._post("send", self._sending, x, dest, tag, awaited=False))
+        key, fast = self._find_send(x, dest, tag)
+        if fast is not None and (request := fast.start(x)) is not NotImplemented:
+            return cast(Request, request)
+        request = self._post("send", self._sending, x, dest, tag, awaited=False)
+        self._keep_send(key, x)
+        return cast(Request, request)
 
     def irecv(self, source: Any, tag: Any, like: Any, out: Any, status: Any) -> Request:
         """Start to receive an array."""
+        key, fast = self._find_recv(source, tag, like, out, status)
+        if fast is not None and (request := fast.start(out, status)) is not NotImplemented:
+            return cast(Request, request)
         arguments = (source, tag, like, out, status)
-        return cast(Request, self._post("recv", self._receiving, *arguments, awaited=False))
+        request = self._post("recv", self._receiving, *arguments, awaited=False)
+        self._keep_recv(key)
+        return cast(Request, request)
 
     def send(self, x: Any, dest: Any, tag: int, *, timeout: float | None) -> None:
         """Send an array."""
+        key, fast = self._find_send(x, dest, tag)
+        if fast is not None and timeout is None and fast(x) is not NotImplemented:
+            return
         outgoing = self._outgoing(x) if self._is_plain((dest,), tag, None, timeout) else None
         if outgoing is not None:
-            wait = _Wait("send to", dest, tag, outgoing.nbytes)
+            wait = MessageWait("send to", dest, tag, outgoing.nbytes)
             self._run(self._send_here(outgoing, wait), wait, "send")
         else:
             self._wait("send", self._send_awaited(x, dest, tag, timeout))
+        self._keep_send(key, x)
 
     def recv(
         self, source: Any, tag: Any, like: Any, out: Any, status: Any, *, timeout: float | None
     ) -> Any:
         """Receive an array; the arguments are those of `irecv`."""
+        key, fast = self._find_recv(source, tag, like, out, status)
+        if fast is not None and timeout is None:
+            result = fast(out, status)
+            if result is not NotImplemented:
+                return result
         if self._is_plain((source,), tag, status, timeout):
-            wait = _Wait("recv from", source, tag)
-            return self._run(self._recv_here(wait, like, out, status or Status()), wait, "recv")
-        arguments = (source, tag, like, out, status)
-        return self._wait("recv", self._recv_awaited(*arguments, timeout=timeout))[0]
+            wait = MessageWait("recv from", source, tag)
+            steps = self._recv_here(wait, like, out, status or Status())
+            result = self._run(steps, wait, "recv")
+        else:
+            arguments = (source, tag, like, out, status)
+            result = self._wait("recv", self._recv_awaited(*arguments, timeout=timeout))[0]
+        self._keep_recv(key)
+        return result
 
     def sendrecv(
         self,
@@ -182,20 +182,23 @@ class Messenger:
         timeout: float | None,
     ) -> Any:
         """Send and receive at the same time; return what was received."""
-        fast = self._fast_exchange(x, dest, source, tag)
-        if fast is not None and like is timeout is None and isinstance(status, Status | None):
-            result = fast(x, out, status)
+        (send_key, send), (recv_key, recv) = (
+            self._find_send(x, dest, tag),
+            self._find_recv(source, tag, like, out, status),
+        )
+        if type(send) is FastSend and type(recv) is FastReceive and timeout is None:
+            result = recv.exchange(send, x, out, status)
             if result is not NotImplemented:
                 return result
         plain = self._is_plain((dest, source), tag, status, timeout)
         outgoing = self._outgoing(x, out) if plain else None
         if outgoing is not None:
-            wait = _Wait("recv from", source, tag, outgoing.nbytes)
+            wait = MessageWait("recv from", source, tag, outgoing.nbytes)
             result = self._run(
                 self._exchange(outgoing, dest, wait, like, out, status or Status()), wait, "recv"
             )
-            if outgoing.room is not None:
-                self._keep(x, dest, source, tag)
+            self._keep_send(send_key, x)
+            self._keep_recv(recv_key)
             return result
         sending = self._send_awaited(x, dest, tag, timeout, out)
         try:
@@ -273,7 +276,7 @@ class Messenger:
         receiving = self._recv_awaited(source, tag, None, None, None, timeout=None)
         self._wait("sendrecv", sending, receiving)
 
-    def _run(self, steps: Steps, wait: _Wait, operation: str) -> Any:
+    def _run(self, steps: Steps, wait: MessageWait, operation: str) -> Any:
         """Make a call in this thread, without a request."""
         with self._group.turn():
             return self._timed(operation, self._drive, steps, wait, operation)
@@ -285,7 +288,7 @@ class Messenger:
         finally:
             self._statistics.add_seconds(operation, time.perf_counter() - started)
 
-    def _drive(self, steps: Steps, wait: _Wait, operation: str) -> Any:
+    def _drive(self, steps: Steps, wait: MessageWait, operation: str) -> Any:
         group, delivered = self._group, self._delivered(steps, operation)
         return group.engine.run(delivered, lambda s: group.check_message(wait.told(group), s))
 
@@ -356,9 +359,7 @@ class Messenger:
         except GeneratorExit:
             raise
         except BaseException as error:
-            self._group.close(error)
-            # Also if it was closed before: the transport may still hold this message's memory.
-            self._group.unfinished = True
+            self._fail(error)
             raise
         # Not kept here: its traceback has this frame, and with it the arrays.
         raise undelivered.pop()
@@ -381,65 +382,117 @@ class Messenger:
             and group.engine.idle
         )
 
-    def _empty(self) -> Bytes:
-        """Return memory for an envelope."""
-        try:
-            return self._spare.pop()
-        except IndexError:
-            return np.empty(envelopes.NBYTES, np.uint8)
-
-    def _give_back(self, room: Bytes | None) -> None:
-        """Use the memory of an envelope again that nothing reads any more."""
-        if room is not None and len(self._spare) < _SPARE:
-            self._spare.append(room)
-
-    def _send_here(self, outgoing: _Outgoing, wait: _Wait) -> Steps:
+    def _send_here(self, outgoing: _Outgoing, wait: MessageWait) -> Steps:
         """Send a message."""
         self._statistics.count("send", outgoing.nbytes, outgoing.copies)
         self._group.unmatched += 1
         yield from self._send(outgoing, wait.peer, wait.tag)
 
-    def _recv_here(self, wait: _Wait, like: Any, out: Any, status: Status) -> Steps:
+    def _recv_here(self, wait: MessageWait, like: Any, out: Any, status: Status) -> Steps:
         """Receive a message."""
         self._statistics.count("recv")
         self._group.unmatched -= 1
-        wanted, place, envelope = _wanted_of(like, out), self._place(), self._empty()
+        wanted, place, envelope = (
+            _wanted_of(like, out),
+            self._place(),
+            np.empty(envelopes.NBYTES, np.uint8),
+        )
         # Nothing is outstanding, so no receive comes before this one.
         yield self._group.transport.recv(envelope, wait.peer, wait.tag)
         status.source, status.tag = wait.peer, wait.tag
         result = yield from self.arrived(envelope, place, wanted, out, status)
-        self._give_back(envelope)
         return result
 
     def _exchange(
-        self, outgoing: _Outgoing, dest: int, wait: _Wait, like: Any, out: Any, status: Status
+        self, outgoing: _Outgoing, dest: int, wait: MessageWait, like: Any, out: Any, status: Status
     ) -> Steps:
         """Receive a message beside one that is sent."""
         self._statistics.count("send", outgoing.nbytes, outgoing.copies)
         self._group.unmatched += 1
         sent = self._begin(outgoing, dest, wait.tag)
         receiving = self._recv_here(wait, like, out, status)
-        result = yield from _beside(sent, receiving, wait, dest)
-        self._give_back(outgoing.room)
+        result = yield from beside(_each(sent), receiving, wait, dest)
         return result
 
-    def go_on(self, sent: Handle, receiving: Steps, dest: int, source: int, tag: int) -> Any:
-        """Wait in this thread for a message that is received, and one that is sent."""
-        wait = _Wait("recv from", source, tag)
-        return self._drive(_beside([sent], receiving, wait, dest), wait, "recv")
+    # The fast paths, and what goes on with their messages
 
-    def _fast_exchange(self, x: Any, dest: Any, source: Any, tag: Any) -> FastPath | None:
-        if type(x) is np.ndarray and type(dest) is type(source) is type(tag) is int:
-            return self._fast_paths.find(Key(dest, source, tag, self._place(), x.dtype, x.shape))
-        return None
+    def _find_send(self, x: Any, dest: Any, tag: Any) -> _Found:
+        if type(x) is not np.ndarray or type(dest) is not int or type(tag) is not int:
+            return None, None
+        key = (FastSend, dest, tag, self._place(), x.dtype, x.shape)
+        return key, self._fast_paths.find(key)
 
-    def _keep(self, x: Any, dest: int, source: int, tag: int) -> None:
-        """Keep the fast path of a `sendrecv` that has just been made, with few elements."""
-        if type(x) is not np.ndarray or not x.dtype.isnative or not self._fast_paths.may_keep:
+    def _find_recv(self, source: Any, tag: Any, like: Any, out: Any, status: Any) -> _Found:
+        plain = (
+            type(source) is int
+            and type(tag) is int
+            and (like is None or (type(like) is np.ndarray and not like.dtype.hasobject))
+            and (out is None or type(out) is np.ndarray)
+            and (status is None or type(status) is Status)
+        )
+        if not plain:
+            return None, None
+        key = (FastReceive, source, tag, self._place())
+        return key, self._fast_paths.find(key)
+
+    def _keep_send(self, key: tuple[Any, ...] | None, x: Any) -> None:
+        """Keep the fast path of sends with this key, if they have one."""
+        if key is None:
             return
-        key = Key(dest, source, tag, self._place(), x.dtype, x.shape)
-        if self._fast_paths.find(key) is None:
-            self._fast_paths.keep(key, FastExchange(self._group, self._statistics, self, key))
+        _, dest, tag, place, dtype, shape = key
+
+        def make() -> FastPath:
+            head = envelopes.short_head(dtype, shape, place)
+            if head is None or dest == self._group.rank:
+                return FastPath()
+            return FastSend(self._group, self._statistics, self, dest, tag, head, x)
+
+        self._fast_paths.keep_second(key, make)
+
+    def _keep_recv(self, key: tuple[Any, ...] | None) -> None:
+        """Keep the fast path of receives with this key, if they have one."""
+        if key is None:
+            return
+        _, source, tag, place = key
+
+        def make() -> FastPath:
+            if source == self._group.rank:
+                return FastPath()
+            at = self._group, self._statistics, self, self._matcher
+            return FastReceive(*at, source, tag, place)
+
+        self._fast_paths.keep_second(key, make)
+
+    def go_on(self, steps: Steps, wait: MessageWait, operation: str) -> Any:
+        """Take the rest of a call's steps in this thread."""
+        return self._drive(steps, wait, operation)
+
+    def request(self, steps: Steps, wait: MessageWait, operation: str, site: str) -> Request:
+        """Return a request of steps that go on beside the caller."""
+        group, told = self._group, Wait(lambda: [wait.peer], str(wait), site, None)
+        task: Task | None = None
+
+        def watch(waited: float) -> None:
+            blocks = task is None or task.waited_for
+            group.check_message(told._replace(certain=blocks), waited)
+
+        task = group.engine.submit_message(self._delivered(steps, operation), site, watch)
+        return Request(group, task, site)
+
+    def finished(self, result: Any, site: str) -> Request:
+        """Return the request of a message that is complete."""
+        return Request(self._group, self._group.engine.finished(result, site), site)
+
+    def end_if_broken(self, error: BaseException) -> None:
+        """End the group if a call may have left a message under way that nobody knows of."""
+        if isinstance(error, TransportError) or not isinstance(error, Exception):
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        """End the group, for a message has failed in the middle of its steps."""
+        self._group.close(error)
+        # Also if it was closed before: the transport may still hold this message's memory.
+        self._group.unfinished = True
 
     # Sending
 
@@ -475,12 +528,6 @@ class Messenger:
             data = dumps(x.obj)
             return self._outgoing_of(envelopes.start_of_pickle(len(data)), data, 0)
         source, place = view(x), self._place()
-        head, array = envelopes.short_head(source.dtype, source.shape, place), source.array
-        if head is not None and source.device_buffer is None:
-            room = self._empty()
-            envelope = envelopes.fill(room, head, array)
-            copies = int(source.copied) + int(not array.flags.c_contiguous)
-            return _Outgoing(envelope, room, None, array.nbytes, copies)
         start, (flat, copies) = envelopes.start_of(source, place), flatten(source)
         data = flat.view(np.uint8)
         if out is not None and not envelopes.has_room(start, len(data)) and _may_change(data, out):
@@ -491,9 +538,9 @@ class Messenger:
         """Return bytes on their way, behind the head and the text of their envelope."""
         if envelopes.has_room(start, len(data)):
             envelope = np.frombuffer(start + data.tobytes(), np.uint8)
-            return _Outgoing(envelope, None, None, len(data), copies)
+            return _Outgoing(envelope, None, len(data), copies)
         envelope = np.frombuffer(bytearray(start), np.uint8)
-        return _Outgoing(envelope, None, data, len(data), copies)
+        return _Outgoing(envelope, data, len(data), copies)
 
     def _begin(self, outgoing: _Outgoing, dest: int, tag: int) -> list[Handle]:
         """Begin to send an envelope and what follows it, which is to be waited for first."""
@@ -509,7 +556,6 @@ class Messenger:
 
     def _send(self, outgoing: _Outgoing, dest: int, tag: int) -> Steps:
         yield from self._begin(outgoing, dest, tag)
-        self._give_back(outgoing.room)
 
     # Receiving
 
@@ -543,7 +589,11 @@ class Messenger:
         return Status(*probe.found, nbytes=None)
 
     def _recv(self, rank: int | None, tags: range, like: Any, out: Any, status: Status) -> Steps:
-        wanted, place, envelope = _wanted_of(like, out), self._place(), self._empty()
+        wanted, place, envelope = (
+            _wanted_of(like, out),
+            self._place(),
+            np.empty(envelopes.NBYTES, np.uint8),
+        )
         receive = self._matcher.recv(envelope, rank, tags)
         try:
             yield receive
@@ -551,7 +601,6 @@ class Messenger:
             self._matcher.drop(receive)
         status.source, status.tag = receive.source, receive.tag
         result = yield from self.arrived(envelope, place, wanted, out, status)
-        self._give_back(envelope)
         return result
 
     def arrived(
@@ -615,18 +664,8 @@ class Messenger:
             raise UndeliveredError(error) from error
 
 
-def _beside(sent: list[Handle], receiving: Steps, wait: _Wait, dest: int) -> Steps:
-    """Wait for what is received, then for what is sent; only then raise an error of the first."""
-    result, undelivered = None, list[UndeliveredError]()
-    try:
-        result = yield from receiving
-    except UndeliveredError as error:
-        undelivered.append(error)
-    wait.doing, wait.peer = "send to", dest
-    yield from sent
-    if undelivered:
-        raise undelivered.pop()
-    return result
+def _each(handles: list[Handle]) -> Steps:
+    yield from handles
 
 
 def _may_change(data: Bytes, out: Any) -> bool:

@@ -158,6 +158,12 @@ class Engine:
         self.messages.append(task)
         return task if awaited else self._begin(task)
 
+    def finished(self, result: Any, site: str) -> Task:
+        """Return the task of a program that ended where it was begun."""
+        task = Task(_nothing(), None, Outcome(self.outcomes, site))
+        task.finish(result, None)
+        return task
+
     def give_up(self, task: Task, error: BaseException) -> None:
         """End a program whose caller was interrupted: nobody is left who could wait for it."""
         task.outcome.claim()
@@ -336,6 +342,10 @@ class Engine:
                     return True
                 task.step()
             return True
+
+
+def _nothing() -> Steps:
+    yield from ()
 
 
 def _withdrawn(waiting: Handle | None) -> bool:

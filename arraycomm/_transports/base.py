@@ -23,8 +23,8 @@ from arraycomm._folds import fold, prefixes
 from arraycomm._transports import shared_files
 from arraycomm._transports.control import ControlChannel
 from arraycomm._transports.node_chain import NodeChain
-from arraycomm._transports.pairs import Handle as Handle  # noqa: PLC0414 - others import it here
-from arraycomm._transports.pairs import Pair, PlainPair
+from arraycomm._transports.repeated import Handle as Handle  # noqa: PLC0414 - others import it here
+from arraycomm._transports.repeated import PlainRepeated, Repeated
 
 Bytes = np.ndarray[Any, Any]
 Steps: TypeAlias = Generator["Handle", None, Any]
@@ -173,9 +173,13 @@ class Transport(Link):
     def prefixes(self, op: str, dtype: DType, rows: Sequence[Bytes], outs: Sequence[Bytes]) -> None:
         prefixes(op, dtype, rows, outs)
 
-    def pair(self, send: Bytes, dest: int, recv: Bytes, source: int, tag: int) -> Pair:
-        """Return a message to one rank and one from another, which can be begun again and again."""
-        return PlainPair(lambda: self.recv(recv, source, tag), lambda: self.send(send, dest, tag))
+    def repeated_send(self, buffer: Bytes, dest: int, tag: int) -> Repeated:
+        """Return a message to another rank, which can be begun again and again."""
+        return PlainRepeated(lambda: self.send(buffer, dest, tag))
+
+    def repeated_recv(self, buffer: Bytes, source: int, tag: int) -> Repeated:
+        """Return a message from another rank, which can be begun again and again."""
+        return PlainRepeated(lambda: self.recv(buffer, source, tag))
 
     @abc.abstractmethod
     def probe(self, source: int | None, tags: range) -> tuple[int, int] | None:

@@ -11,7 +11,7 @@ import numpy as np
 from arraycomm._dtypes import DType
 from arraycomm._folds import fold_on
 from arraycomm._transports.control import SharedControl
-from arraycomm._transports.pairs import Handle
+from arraycomm._transports.repeated import Handle
 
 Bytes = np.ndarray[Any, Any]
 

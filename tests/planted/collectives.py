@@ -384,7 +384,34 @@ ARRAYS: Final = (
     ),
 )
 
+_REPEATED: Final = ("repeated_messages_bring_what_was_sent",)
+_REPEATED_RUN: Final = "properties/test_message_laws.py"
+
 MESSAGES: Final = (
+    Fault(
+        "known head: a repeated receive takes what comes for an array like the one before",
+        "arraycomm/_messages/fast_messages.py",
+        "        if self._head != self._known:",
+        "        if self._known is None:",
+        _REPEATED,
+        run=_REPEATED_RUN,
+    ),
+    Fault(
+        "receive overtakes: a repeated receive comes before one from any rank that waits",
+        "arraycomm/_messages/matching.py",
+        "            if self._waiting:\n                return False\n            message.begin()",
+        "            message.begin()",
+        _REPEATED,
+        run=_REPEATED_RUN,
+    ),
+    Fault(
+        "envelope under way: a repeated send writes into the envelope of the one before",
+        "arraycomm/_messages/fast_messages.py",
+        "        self.busy = not self._message.done()\n        return not self.busy",
+        "        self.busy = False\n        return self._message.done()",
+        _REPEATED,
+        run=_REPEATED_RUN,
+    ),
     Fault(
         "send complete too early: a long message counts as sent before it is received",
         "arraycomm/_transports/mailbox.py",

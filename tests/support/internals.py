@@ -306,9 +306,10 @@ def drop_first_task(comm: Member) -> None:
 
 def mpi_movements() -> Any:
     """Return the sends and receives that MPI has not finished, whoever waits for them."""
+    from arraycomm._transports.mpi.repeated import MpiRepeated
     from arraycomm._transports.mpi.under_way import KEPT_ALIVE, Movement
 
-    return {kept for kept in KEPT_ALIVE if isinstance(kept, Movement)}
+    return {kept for kept in KEPT_ALIVE if isinstance(kept, Movement | MpiRepeated)}
 
 
 # Devices ---------------------------------------------------------------------------------------

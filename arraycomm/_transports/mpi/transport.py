@@ -23,12 +23,12 @@ from arraycomm._transports.mpi.failures import failed_ranks, shrunk, survives_fa
 from arraycomm._transports.mpi.memory import shared_memory, tell_and_agree
 from arraycomm._transports.mpi.movement import vector
 from arraycomm._transports.mpi.notes import TAG as NOTES
-from arraycomm._transports.mpi.pairs import MpiPair
 from arraycomm._transports.mpi.pieces import agreed
 from arraycomm._transports.mpi.relay import Relay
+from arraycomm._transports.mpi.repeated import MpiReceive, MpiSend
 from arraycomm._transports.mpi.routes import Places
 from arraycomm._transports.mpi.under_way import Movement, finish
-from arraycomm._transports.pairs import Pair
+from arraycomm._transports.repeated import Repeated
 
 # Polls before a waiting rank gives up its core. More would delay the rank that it waits for, if
 # both share the core.
@@ -123,10 +123,11 @@ class MPITransport(Transport):
             return self._own.recv((source, source, tag), buffer)
         return Movement(self.mpi_comm.Irecv, [buffer, MPI.BYTE], source, tag)
 
-    def pair(self, send: Bytes, dest: int, recv: Bytes, source: int, tag: int) -> Pair:
-        if self.rank in (dest, source):
-            return super().pair(send, dest, recv, source, tag)
-        return MpiPair(self.mpi_comm, send, dest, recv, source, tag)
+    def repeated_send(self, buffer: Bytes, dest: int, tag: int) -> Repeated:
+        return MpiSend(self.mpi_comm, buffer, dest, tag)
+
+    def repeated_recv(self, buffer: Bytes, source: int, tag: int) -> Repeated:
+        return MpiReceive(self.mpi_comm, buffer, source, tag)
 
     def probe(self, source: int | None, tags: range) -> tuple[int, int] | None:
         self._own_first = not self._own_first
