@@ -133,7 +133,7 @@ def test_every_leaf_lies_in_one_message_and_a_large_one_alone(specs, bucket_byte
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut trees into chunks of a few leaves, of which larger ones may be written over."""
     monkeypatch.setattr(segment, "_CHUNK_BYTES", 1024)
-    monkeypatch.setattr(fusion, "_LARGE", 64)
+    monkeypatch.setattr(fusion, "LARGE", 64)
 
 
 def check_tree(comm, drawn, inline=-1, **options) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import CodeType, FrameType
 from typing import Any
 
+import torch
+from torch._C import _current_graph_task_id
 from torch.amp.grad_scaler import GradScaler
 from torch.autograd.function import BackwardCFunction
 
@@ -18,7 +21,9 @@ class Backward:
 
     # Where in the training it is; see `arraycomm._training.rounds`.
     place: Any
-    # How many gradients of each bucket are still to come.
+    # The parameters, the bucket of each, and how many gradients of each bucket are still to come.
+    tensors: list[torch.Tensor]
+    buckets: list[int]
     waiting: list[int]
     # Whether gradients are only accumulated, whether it is inside `join`, and whether reductions
     # start before its end.
@@ -44,14 +49,26 @@ class Backward:
     handles: list[Any] = field(default_factory=list)
     # The reductions that have been started.
     requests: list[Any] = field(default_factory=list)
+    lock: Any = field(default_factory=threading.RLock)
 
-    def note(self, number: int, bucket: int) -> None:
+    def expects(self, number: int) -> bool:
+        """Return whether a gradient may be accumulated, and there is nothing to be done before."""
+        return (
+            self.tensors[number].grad is None
+            and _current_graph_task_id() in self.tasks
+            and not (self.overlaps and self.has_ready_bucket())
+        )
+
+    def note(self, number: int) -> None:
         """Note that the gradient of a parameter has been accumulated."""
         if number in self.order:
             self.repeated = True
-        else:
-            self.order[number] = None
-            self.waiting[bucket] -= 1
+            return
+        self.order[number] = None
+        if self.overlaps:
+            # Autograd calls hooks in a thread for each device.
+            with self.lock:
+                self.waiting[self.buckets[number]] -= 1
 
     def has_ready_bucket(self) -> bool:
         """Return whether the next bucket, if it is not the last, can be started."""

@@ -5,7 +5,7 @@ The order is that in which one rank's first backward pass computed the gradients
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -14,6 +14,25 @@ import torch
 from arraycomm._training.rounds import Bucket
 
 _FIRST_BUCKET: Final = 1 << 20
+
+
+def _fit(slots: Sequence[torch.Tensor], gradients: Sequence[Any]) -> bool:
+    """Return whether gradients are plain tensors in host memory, each like its slot."""
+    return all(
+        type(grad) is torch.Tensor
+        and grad.is_cpu
+        and grad.dtype is slot.dtype
+        and grad.layout is torch.strided
+        and grad.shape == slot.shape
+        and grad.is_contiguous()
+        # One that was made smaller has no memory behind its elements.
+        and grad.untyped_storage().nbytes()
+        >= slot.nbytes + (grad.storage_offset() and grad.storage_offset() * grad.itemsize)
+        for slot, grad in zip(slots, gradients, strict=True)
+    )
+
+
+_fill: Final[Callable[[Any, Any], None]] = torch.no_grad()(torch._foreach_copy_)
 
 
 class Buckets:
@@ -41,7 +60,7 @@ class Buckets:
 
     def _divide(self, numbers: list[list[int]]) -> None:
         """Divide the parameters into buckets of these numbers."""
-        self.all = [Bucket(n, each) for n, each in enumerate(numbers)]
+        self.all = [Bucket(n, each, _fit, _fill) for n, each in enumerate(numbers)]
         self.of = [0] * len(self._nbytes)
         for bucket in self.all:
             for number in bucket.numbers:

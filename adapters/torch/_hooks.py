@@ -56,7 +56,8 @@ class BackwardReducer:
         self._lock = threading.RLock()
         self._at_end = self.gradients.entry(without_owner(self._end))
         self._at_error = without_owner(self._raised)
-        self._backward: Backward | None = None
+        # The pass that goes on.
+        self.backward: Backward | None = None
         # Looks at the optimizer's parameters, which the program may have exchanged.
         self.look: Callable[[], None] = lambda: None
         # What went wrong in the reductions of a pass that an exception had ended.
@@ -67,7 +68,7 @@ class BackwardReducer:
     def before_accumulation(self, slot: Slot) -> None:
         """Called before autograd adds to a gradient, or returns it without accumulating it."""
         with self._lock:
-            task, backward = _current_graph_task_id(), self._backward
+            task, backward = _current_graph_task_id(), self.backward
             if backward is None or task not in backward.tasks:
                 backward = self._enter(task, slot)
             if backward is None:
@@ -97,7 +98,7 @@ class BackwardReducer:
         each.
         """
         with self._lock:
-            if self._backward is backward and slot.number in backward.awaited:
+            if self.backward is backward and slot.number in backward.awaited:
                 backward.awaited.remove(slot.number)
                 self._note_adding(backward, slot, self._parameters.tensors[slot.number])
 
@@ -108,31 +109,22 @@ class BackwardReducer:
             backward.late = True
         slot.accumulates(parameter)
 
-    def after_accumulation(self, slot: Slot, parameter: torch.Tensor) -> None:
-        """Called after autograd has added to a gradient."""
-        with self._lock:
-            backward = self._backward
-            if backward is None or slot.reducer() is not self:
-                return
-            slot.accumulated(parameter)
-            backward.note(slot.number, self._buckets.of[slot.number])
-
     def _enter(self, task: int, slot: Slot | None = None) -> Backward | None:
         """Return the backward pass of a pass of autograd; have autograd call back at its end.
 
         Nothing begins with a parameter that the program has taken out of the optimizer.
         """
         enclosing = enclosing_node()
-        if enclosing is None and self._backward and self._backward.outermost is not None:
+        if enclosing is None and self.backward and self.backward.outermost is not None:
             # An exception ended it, and autograd still keeps it.
             self.abandon()
-        if self._backward is None:
+        if self.backward is None:
             self.look()
             if slot is not None and slot.reducer() is not self:
                 self._parameters.rest()
                 return None
         self._raise_error()
-        backward = self._backward or self._begin()
+        backward = self.backward or self._begin()
         self._set(backward)
         backward.tasks.add(task)
         if enclosing is None:
@@ -146,7 +138,7 @@ class BackwardReducer:
 
     def _set(self, backward: Backward | None) -> None:
         """Note which backward pass goes on."""
-        self._backward = backward
+        self.backward = backward
         self._parameters.accumulated = None if backward is None else backward.order
 
     def _follow(self, node: Any, backward: Backward) -> None:
@@ -156,7 +148,7 @@ class BackwardReducer:
             handle.remove()
             with self._lock:
                 task = _current_graph_task_id()
-                if self._backward is backward and task not in backward.tasks:
+                if self.backward is backward and task not in backward.tasks:
                     self._enter(task)
 
         handle = node.register_hook(finished)
@@ -165,14 +157,16 @@ class BackwardReducer:
         """Begin a backward pass, and a new step if the last one was skipped."""
         gradients = self.gradients
         waiting = [len(bucket.numbers) for bucket in self._buckets.all]
+        known = self._parameters.tensors, self._buckets.of, waiting
         self._parameters.note_skipped()
         self._joined.forget_zeroed()
         compiled = _current_autograd_node() is None
         if gradients.rounds is None:
-            return Backward(None, waiting, compiled=compiled)
+            return Backward(None, *known, lock=self._lock, compiled=compiled)
         return Backward(
             gradients.rounds.place,
-            waiting,
+            *known,
+            lock=self._lock,
             local=not self.syncing or gradients.keeps,
             joined=gradients.joined,
             overlaps=not compiled and saves_time(gradients.comm, self._parameters.tensors),
@@ -182,7 +176,7 @@ class BackwardReducer:
     def _end(self) -> None:
         """Called at the end of a backward pass."""
         with self._lock:
-            backward = self._backward
+            backward = self.backward
             if backward is None:
                 return
             if not backward.local and backward.order:
@@ -222,14 +216,14 @@ class BackwardReducer:
 
         Now, since a backward pass calls hooks of known ones alone.
         """
-        if self._backward is None and not self._parameters.stepping:
+        if self.backward is None and not self._parameters.stepping:
             with suppress(Exception):
                 self.look()
             self._parameters.rest()
 
     def leave(self) -> None:
         """Raise inside a backward pass, and after one whose reductions have failed."""
-        if self._backward is not None and _current_graph_task_id() != -1:
+        if self.backward is not None and _current_graph_task_id() != -1:
             self.gradients.fail(
                 RuntimeError(
                     "DistributedOptimizer: step() was called inside backward(), before all "
@@ -244,7 +238,7 @@ class BackwardReducer:
     def _raised(self, backward: Backward) -> None:
         """Called if an exception ends a backward pass; autograd on devices may keep it longer."""
         with self._lock:
-            if self._backward is backward:
+            if self.backward is backward:
                 self.abandon(at_once=True)
 
     def before_zeroing(self) -> None:
@@ -254,7 +248,7 @@ class BackwardReducer:
 
     def abandon(self, *, at_once: bool = False) -> None:
         """Take over what an unfinished backward pass started; its other gradients stay local."""
-        backward = self._backward
+        backward = self.backward
         if backward is None:
             return
         self._set(None)

@@ -9,6 +9,7 @@ from typing import Any, Final
 import torch
 
 import arraycomm as ac
+from arraycomm._trees.fusion import LARGE
 from arraycomm.adapters.torch._backward import scaler_of_step
 from arraycomm.adapters.torch._slots import (
     Slot,
@@ -32,12 +33,16 @@ class Parameters:
         # Whether a step goes on.
         self.stepping = False
         self.slots: list[Slot] = []
+        # Those over whose gradients a reduction may write its results.
+        self._large: set[int] = set()
         # Those with gradients of backward passes for this step.
         self.touched: list[int] = []
         # Those whose gradients the backward pass that goes on has accumulated; None without one.
         self.accumulated: Collection[int] | None = None
         # Those whose gradients are being reduced.
         self._sent: set[int] = set()
+        # Whether all gradients are known to be what the reduction of this step has left.
+        self._unchanged = False
         # A weak reference to what the hooks report to.
         self._reducer: Callable[[], object] = lambda: None
         # Those whose gradients backward passes have left unreduced, and why.
@@ -50,8 +55,10 @@ class Parameters:
         They are kept during passes and steps alone, so that it is noticed if the program drops one.
         """
         if self._tensors is None:
-            groups = self.groups()
-            self._tensors = list({id(p): p for each in groups for p in each["params"]}.values())
+            found = [tensor for group in self.groups() for tensor in group["params"]]
+            if len(set(map(id, found))) < len(found):
+                found = list({id(tensor): tensor for tensor in found}.values())
+            self._tensors = found
         return self._tensors
 
     def rest(self) -> None:
@@ -64,7 +71,8 @@ class Parameters:
         before, self._tensors = self._tensors, None
         tensors = self.tensors
         if marked_slots(tensors) == self.slots:
-            self._report_to(reducer, None)
+            if {id(slot.reducer) for slot in self.slots} != {id(self._reducer)}:
+                self._report_to(reducer, None)
             return False
         had_reduced = any(slot.reduced for slot in self.slots)
         unseen = [n for n, tensor in enumerate(tensors) if marked_slot(tensor) is None]
@@ -74,6 +82,7 @@ class Parameters:
             self._leave_old(slots, before, reducer)
             self._renumber(slots)
             self._tensors, self.slots, self.touched, self.left = tensors, slots, [], {}
+            self._large = {n for n, tensor in enumerate(tensors) if tensor.nbytes >= LARGE}
             self._report_to(reducer, *([None, reducer] if old else []))
         if old:
             self._note_unseen(unseen, had_reduced=had_reduced)
@@ -142,7 +151,11 @@ class Parameters:
         unreduced: dict[int, Any] = {}
         for number in numbers:
             slot, grad = slots[number], tensors[number].grad
-            if number in during and slot.reducer is own and slot.may_be_sent(grad):
+            if (
+                number in during
+                and slot.reducer is own
+                and slot.may_be_sent(grad, is_large=number in self._large)
+            ):
                 self._sent.add(number)
                 slot.sent, slot.shown, slot.sent_version = grad, grad, slot.version
                 unreduced[number] = grad
@@ -220,6 +233,7 @@ class Parameters:
         """Return what a rank in its step says of its gradients; see `Place`."""
         slots, grads = self.slots, self.grads
         pairs = [(slots[number], grads[number]) for number in changed(slots, grads)]
+        self._unchanged = not pairs
         unreduced = (grad is not None and not slot.is_reduced(grad) for slot, grad in pairs)
         return {
             "pending": self.gradients.has_sums or any(unreduced),
@@ -242,6 +256,9 @@ class Parameters:
 
     def settle(self, leaves: Mapping[int, Any], *, unless_changed: bool = False) -> None:
         """Take over reduced gradients, None where no rank had one; maybe only what is unchanged."""
+        if not leaves:
+            return
+        self._unchanged = False
         tensors, slots = self.tensors, self.slots
         plain: list[tuple[Slot, torch.Tensor]] = []
         with torch.no_grad():
@@ -268,6 +285,7 @@ class Parameters:
 
     def replace(self, given: Sequence[Any]) -> None:
         """Replace all gradients by reduced ones of another rank."""
+        self._unchanged = False
         for tensor, slot, grad in zip(self.tensors, self.slots, given, strict=True):
             tensor.grad = _like(tensor, grad)
             slot.note_reduced(tensor.grad)
@@ -291,9 +309,12 @@ class Parameters:
     def forget_reduced(self) -> None:
         """Take gradients that are assigned from now on for this rank's own."""
         self.touched, self.left = [], {}
-        slots, grads = self.slots, self.grads
-        for number in changed(slots, grads):
-            slots[number].forget_reduced(grads[number])
+        slots = self.slots
+        if not self._unchanged:
+            grads = self.grads
+            for number in changed(slots, grads):
+                slots[number].forget_reduced(grads[number])
+        self._unchanged = False
         for slot in slots:
             slot.reduced = slot.replaced = False
 

@@ -5,7 +5,7 @@ See `arraycomm._training.rounds` for what the ranks compare in each.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -56,14 +56,22 @@ class BucketRounds:
         self._buckets.agree(came, repeated=backward is not None and backward.repeated)
 
     def _start(self, bucket: Any, place: Any) -> Any:
-        make = partial(self._parameters.means, bucket.numbers)
-        return self._gradients.rounds.start(bucket, make, place, **self._options)
+        return self._gradients.rounds.start(
+            bucket, self._maker(bucket, place), place, **self._options
+        )
 
     def _reduce(self, bucket: Any, place: Any) -> Any:
         if self._gradients.compressor.hook is not None:
             return self._reduce_by_hook(bucket, place)
-        make = partial(self._parameters.means, bucket.numbers)
-        return self._gradients.rounds.reduce(bucket, make, place, **self._options)
+        return self._gradients.rounds.reduce(
+            bucket, self._maker(bucket, place), place, **self._options
+        )
+
+    def _maker(self, bucket: Any, place: Any) -> Callable[[], Any]:
+        """Return what returns the gradients of a bucket in a call from this place."""
+        if place.stepping and not place.pending:
+            return lambda: bucket.nothing
+        return partial(self._parameters.means, bucket.numbers)
 
     @property
     def _options(self) -> dict[str, Any]:

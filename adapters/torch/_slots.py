@@ -8,6 +8,13 @@ Before anything else happens to the gradient, the two are taken apart again.
 Torch swaps the contents of two tensors only if nothing refers to them weakly. So a parameter has
 its slot as an attribute, and what a gradient was is told by the memory that it had.
 
+The gradient of a parameter in most steps, and what a slot is called on the way:
+
+    no gradient -(accumulated)-> own part -(send)-> sent -(settle)-> reduced
+    own part <-(forget_sent)- sent
+    reduced -(set_aside)-> the base of what comes next
+    reduced -(forget_reduced)-> stale, in the next step, until it is zeroed
+
 A reduction writes only where autograd writes to a gradient that is there already, and to memory
 that nobody else has. Autograd makes a new `.grad` of what the backward pass hands it: a part of
 another gradient, if parameters were joined or added, or of a tensor that the program passed to
@@ -42,8 +49,8 @@ class _Reserved:
 
     __slots__ = ("_references",)
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._references = [_weakly(tensor.untyped_storage()) for tensor in tensors]
+    def __init__(self, storages: Sequence[torch.UntypedStorage]) -> None:
+        self._references = list(map(_weakly, storages))
 
     def __del__(self, free: Callable[[int], None] = _free) -> None:
         for reference in self._references:
@@ -56,13 +63,11 @@ Memory: TypeAlias = tuple[Place, _Reserved]
 
 def _memories(tensors: Sequence[torch.Tensor]) -> list[Memory]:
     """Return where dense tensors are, without keeping them."""
-    reserved = _Reserved(tensors)
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    reserved = _Reserved(storages)
     return [
-        (
-            (_address_of(tensor.untyped_storage()), tensor.storage_offset(), tensor.stride()),
-            reserved,
-        )
-        for tensor in tensors
+        ((address, tensor.storage_offset(), tensor.stride()), reserved)
+        for address, tensor in zip(map(_address_of, storages), tensors, strict=True)
     ]
 
 
@@ -115,8 +120,11 @@ class Slot:
         """Return whether a gradient is the tensor that the last reduction has left."""
         return grad is not None and _is_at(self.result, grad)
 
-    def may_be_sent(self, grad: torch.Tensor | None) -> bool:
-        """Return whether a gradient is what autograd has just made, in memory of its own."""
+    def may_be_sent(self, grad: torch.Tensor | None, *, is_large: bool) -> bool:
+        """Return whether a gradient is what autograd has just made, in memory of its own.
+
+        That of a large one, over which a reduction may write its result, has to be so still.
+        """
         return (
             grad is not None
             and self._writable is grad
@@ -124,7 +132,7 @@ class Slot:
             and self.whole is None
             and not (self.reduced or grad.requires_grad or grad.is_inference() or _left_out)
             and _version_of(grad) == self.version
-            and is_alone(grad)
+            and (is_alone(grad) if is_large else grad.layout is _STRIDED)
         )
 
     def may_be_taken_over(self, grad: torch.Tensor | None) -> bool:
@@ -273,7 +281,7 @@ class Slot:
             return
         if seen is not None and seen[0] is grad:
             _leave_out(grad, seen[1])
-        elif grad.layout is _STRIDED and not (grad.requires_grad or is_alone(grad)):
+        elif not is_alone(grad) and grad.layout is _STRIDED and not grad.requires_grad:
             parameter.grad = self._writable = grad = grad.clone()
         self.version = writes_to(grad)
 
@@ -382,11 +390,15 @@ class _Mark:
 
 
 _MARK: Final = "_arraycomm"
+_marked: Final[Callable[[torch.Tensor], Slot]] = attrgetter(f"{_MARK}.slot")
 
 
 def marked_slots(parameters: Sequence[torch.Tensor]) -> list[Slot | None]:
     """Return the slots to which the hooks of parameters report."""
-    return [getattr(parameter.__dict__.get(_MARK), "slot", None) for parameter in parameters]
+    try:
+        return list(map(_marked, parameters))
+    except AttributeError:
+        return list(map(marked_slot, parameters))
 
 
 def marked_slot(parameter: torch.Tensor) -> Slot | None:
@@ -442,15 +454,22 @@ def _may_have_gradient(parameter: torch.Tensor) -> bool:
 @opaque
 def _before_accumulation(slot: Slot, _: torch.Tensor) -> None:
     reducer = slot.reducer()
-    if reducer is not None:
+    if reducer is None:
+        return
+    backward = reducer.backward
+    if backward is not None and backward.expects(slot.number):
+        slot.begin()
+    else:
         reducer.before_accumulation(slot)
 
 
 @opaque
 def _after_accumulation(slot: Slot, parameter: torch.Tensor) -> None:
     reducer = slot.reducer()
-    if reducer is not None:
-        reducer.after_accumulation(slot, parameter)
+    backward = None if reducer is None else reducer.backward
+    if backward is not None:
+        slot.accumulated(parameter)
+        backward.note(slot.number)
 
 
 def writes_to(grad: torch.Tensor) -> int:
@@ -483,13 +502,12 @@ def _memory(tensor: torch.Tensor) -> Memory | None:
 
 def is_alone(tensor: torch.Tensor) -> bool:
     """Return whether no other tensor and no other library has the memory of a tensor."""
-    if tensor.layout is not _STRIDED or (
-        _uses_of(_address_of(tensor.untyped_storage())) != _ONE_TENSOR
-    ):
+    if tensor.layout is not _STRIDED:
         return False
     storage = tensor.untyped_storage()
-    # Otherwise NumPy or another library has it, or had.
-    return storage.resizable() or storage.is_cuda
+    # One that cannot be resized is NumPy's or another library's, or was.
+    one = _uses_of(_address_of(storage)) == _ONE_TENSOR
+    return one and (storage.resizable() or storage.is_cuda)
 
 
 def take_over(slots: Sequence[Slot], reduced: Sequence[torch.Tensor]) -> None:

@@ -8,21 +8,28 @@ backward pass of its own in it, takes part in the rounds of the others' backward
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import astuple, dataclass, replace
 from typing import Any, Final, NamedTuple, TypeAlias
 
-from arraycomm._calls.operation import Context
+from arraycomm._arrays.results import to_framework
+from arraycomm._arrays.views import view
+from arraycomm._calls.operation import Context, Operation
 from arraycomm._calls.requests import Request
 from arraycomm._calls.runner import Runner
 from arraycomm._callsite import call_site
 from arraycomm._communicator import Communicator, runner_of, trees_of
 from arraycomm._protocol.agreement import Agreement
 from arraycomm._protocol.details import CallDetail
+from arraycomm._reduce.chunks import reserve
 from arraycomm._training.comparison.verification import Shows, compare, nothing_shown
 from arraycomm._training.numbered import refuse_places
-from arraycomm._transports.base import Steps
+from arraycomm._transports.base import Bytes, Steps
 from arraycomm._trees.fusion import Fusion, TreeMemory, recent_fusions
 from arraycomm._trees.layout import Spec
+from arraycomm._trees.leaves import Leaves as TreeLeaves
+from arraycomm._trees.leaves import Parts
+from arraycomm._trees.pytrees import flatten
 from arraycomm._trees.reduce import AllreduceGradients
 
 _NAME: Final = "DistributedOptimizer"
@@ -120,11 +127,59 @@ class Reduced(NamedTuple):
 
 
 class Bucket:
-    """Parameters whose gradients are reduced together, by their numbers."""
+    """Parameters whose gradients are reduced together, by their numbers.
 
-    def __init__(self, index: int, numbers: Sequence[int]) -> None:
+    The first reduction of each kind prepares the others: of gradients that `fit` slots of one
+    buffer, into which they are copied by `fill`, and of `nothing`, which a rank has in a step after
+    a backward pass that has reduced all.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        numbers: Sequence[int],
+        fit: Callable[[Sequence[Any], Sequence[Any]], bool] | None = None,
+        fill: Callable[[Sequence[Any], Sequence[Any]], None] = lambda slots, gradients: None,
+    ) -> None:
         self.index, self.numbers = index, list(numbers)
         self.fusions = recent_fusions()
+        self.nothing: Leaves = dict.fromkeys(self.numbers)
+        self.fill, self._fit = fill, fit
+        self._full: _Prepared | None = None
+        self._empty: _Prepared | None = None
+
+    def prepared(self, gradients: Leaves) -> _Prepared | None:
+        """Return what an earlier reduction of gradients like these has prepared, if one has."""
+        if gradients is self.nothing:
+            return self._empty
+        if self._full is None or self._fit is None:
+            return None
+        return self._full if self._fit(self._full.slots, [*gradients.values()]) else None
+
+    def prepare(self, made: ReduceBucket, gradients: Leaves) -> None:
+        """Prepare reductions like this one."""
+        if gradients is self.nothing:
+            self._empty = _Prepared(made)
+        elif (
+            self._fit is not None
+            and len(made.parts.sources) == len(self.numbers)
+            and (self._full is None or self._full.fusion is not made.fusion)
+        ):
+            self._full = _Prepared(made)
+
+
+class _Prepared:
+    """What reductions of one bucket have in common if their gradients are alike.
+
+    All have the buffer of the first one, with its results. So these are copied before the next.
+    """
+
+    def __init__(self, made: ReduceBucket) -> None:
+        self.signature, self.fusion, self.packed = made.signature, made.fusion, made.packed
+        slots = made.packed.leaves()
+        pairs = zip(slots, made.parts.sources, strict=True)
+        self.slots = [to_framework(slot, like) for slot, like in pairs]
+        self.parts = Parts(list(map(view, slots)), [slot.dtype for slot in slots])
 
 
 class Rounds:
@@ -216,9 +271,19 @@ class ReduceBucket(AllreduceGradients):
         self._bucket, self._place, self._site = bucket, place, call_site()
         self.may_overwrite = may_overwrite
         memory, op, options = rounds._arguments()
-        super().__init__(context, memory, make(), op, **options)
-        settings = (*self.signature.settings, ("bucket", bucket.index))
-        self.signature = replace(self.signature, settings=settings)
+        self._gradients = gradients = make()
+        self._prepared: _Prepared | None = None
+        may_repeat = may_overwrite or gradients is bucket.nothing
+        if may_repeat and context.place_tree(()) is context.host_tree:
+            self._prepared = bucket.prepared(gradients)
+        if self._prepared is None:
+            super().__init__(context, memory, gradients, op, **options)
+            settings = (*self.signature.settings, ("bucket", bucket.index))
+            self.signature = replace(self.signature, settings=settings)
+            if may_repeat and self.placement is context.host_tree:
+                bucket.prepare(self, gradients)
+        else:
+            self._repeat(self._prepared, context, memory, op, **options)
         self.word = place.word()
         # In a step its settings, and in the first round of a step its arrays; with the first
         # bucket.
@@ -226,8 +291,45 @@ class ReduceBucket(AllreduceGradients):
         self._look = None if bucket.index else look(stepping=place.stepping, arrays=first)
         self.further_words = () if self._look is None else self._look.words
 
+    def _repeat(
+        self,
+        prepared: _Prepared,
+        context: Context,
+        memory: TreeMemory,
+        op: str,
+        bucket_bytes: int,
+        compression: str | None,
+    ) -> None:
+        """Look at nothing that is known of gradients like these."""
+        Operation.__init__(self, context, context.host_tree)
+        self.negotiable = True
+        self._memory, self._host, self.op = memory, context.host_tree, op
+        self._bucket_bytes, self._compression = bucket_bytes, compression
+        self.signature, self.nbytes = prepared.signature, prepared.fusion.nbytes
+        self.fusion, self.packed, self.parts = prepared.fusion, prepared.packed, prepared.parts
+        self.copies = len(self.parts.present)
+
     def fusion_of(self, specs: tuple[Spec, ...]) -> Fusion:
         return self._bucket.fusions(specs, self._bucket_bytes)
+
+    def pack(self, room: int) -> Bytes | None:
+        prepared = self._prepared
+        if prepared is None or not prepared.slots:
+            return super().pack(room)
+        gradients = list(self._gradients.values())
+        if self.fusion.nbytes <= room:
+            self._bucket.fill(prepared.slots, gradients)
+            return self.packed.buffer
+        reserve(self.group.transport, self.fusion.nbytes)
+        small = [leaf for leaf in range(len(gradients)) if leaf not in self.fusion.large]
+        if small:
+            self._bucket.fill([prepared.slots[n] for n in small], [gradients[n] for n in small])
+        # Large ones are reduced from where they lie, and results are written over them.
+        self.parts = copy(self.parts)
+        self.parts.sources = list(self.parts.sources)
+        for leaf in self.fusion.large:
+            self.parts.sources[leaf] = self.placement.view(gradients[leaf])
+        return None
 
     def steps(self, agreement: Agreement) -> Steps:
         self._places = [Place.read(word) for word in agreement.free_words()]
@@ -242,7 +344,13 @@ class ReduceBucket(AllreduceGradients):
             )
         if not self._bucket.index:
             yield from compare(self.group, agreement, self._look)
+        if self._prepared is not None and agreement.calls is not None:
+            # Another rank has not the same gradients.
+            self.leaves = TreeLeaves(flatten(self._gradients), self.placement.view)
         yield from super().steps(agreement)
 
     def result(self, agreement: Agreement) -> Reduced:
-        return Reduced(super().result(agreement), self._places)
+        if self._prepared is None or agreement.calls is not None:
+            return Reduced(super().result(agreement), self._places)
+        reduced = [self._reduced.get(n, slot) for n, slot in enumerate(self._prepared.slots)]
+        return Reduced(dict(zip(self._gradients, reduced, strict=False)), self._places)

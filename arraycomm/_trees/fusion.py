@@ -23,7 +23,7 @@ from arraycomm._trees.layout import LeafSlot, Message, Part, Spec, cut, lay_out,
 from arraycomm._trees.shared_memory import ChunkLayout
 
 # To write results over smaller leaves takes longer than to write them elsewhere.
-_LARGE: Final = 64 << 10
+LARGE: Final = 64 << 10
 # Between nodes, a leaf with so many bytes for each rank is a message of its own.
 _ALONE: Final = 512 << 10
 _NONE: Final[frozenset[int]] = frozenset()
@@ -46,7 +46,8 @@ class Fusion:
         self._dtypes = tuple(dtype for dtype, _ in specs)
         self._shapes = tuple(shape for _, shape in specs)
         self._parts = list(map(_whole, range(len(specs)), self._slots))
-        self._large = [part.leaf for part in self._parts if part.last >= _LARGE]
+        # The leaves over which results may be written.
+        self.large = {part.leaf for part in self._parts if part.last >= LARGE}
         self._whole = table_of(self._parts)
         # Made when leaves first go between nodes, with what is copied for them.
         self._messages: tuple[Message, ...] | None = None
@@ -182,7 +183,7 @@ class Fusion:
 
     def _overwritable(self, sources: Sources) -> frozenset[int]:
         """Return the large leaves over which results can be written: no other has their memory."""
-        views = {leaf: view for leaf in self._large if (view := sources[leaf]) is not None}
+        views = {leaf: view for leaf in self.large if (view := sources[leaf]) is not None}
         found = [
             leaf
             for leaf, view in views.items()

@@ -245,6 +245,13 @@ TORCH: Final = (
         _TORCH,
     ),
     Fault(
+        "bucket not filled: a prepared reduction has the gradients that an earlier one has left",
+        "arraycomm/_training/rounds.py",
+        "            self._bucket.fill(prepared.slots, gradients)\n            return self.packed.buffer",
+        "            return self.packed.buffer",
+        _TORCH,
+    ),
+    Fault(
         "bucket reduced too early: a bucket is reduced when all but one of its gradients are there",
         f"{_ADAPTERS}/torch/_backward.py",
         "        return not self.waiting[following]",
