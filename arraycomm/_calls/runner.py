@@ -88,9 +88,7 @@ class Runner:
                     if timeout is not None:
                         prepare = self.group.watchdog.limited(timeout, prepare)
                     result = engine.run(self._program(operation.name, prepare, None))
-                    follow = self.placements.after()
-                    if follow is not None:
-                        follow()
+                    self.follow()
                 finally:
                     self.group.watchdog.unlimit()
         except BaseException as error:
@@ -112,6 +110,12 @@ class Runner:
             self.leave_by(error)
             raise
         return Request(self.group, task, site, ended)
+
+    def follow(self) -> None:
+        """Let this thread use the result of the call that has just finished."""
+        follow = self.placements.after()
+        if follow is not None:
+            follow()
 
     def leave_by(self, error: BaseException) -> None:
         """Trim the error that a call raises; end the group if that was interrupted.

@@ -24,7 +24,7 @@ from arraycomm._calls.fast_paths import ONCE, FastPath
 from arraycomm._calls.operation import NO_SHARE, Context, Operation, Share
 from arraycomm._calls.pickles import Pickled
 from arraycomm._calls.placement import Destination
-from arraycomm._calls.requests import Request
+from arraycomm._calls.requests import Ended, Request, noting
 from arraycomm._calls.runner import OperationClass, Runner, prefix_of
 from arraycomm._calls.statistics import Count
 from arraycomm._callsite import call_site
@@ -349,7 +349,9 @@ class Exchanged(FastPath):
     def settle(self, x: Any, out: Any) -> Any:
         """Raise on every rank if calls differ; else make the rest of the call in full."""
         steps = self._settling(x, out, None)
-        return self._engine.run(self._group.guarded(steps))
+        result = self._engine.run(self._group.guarded(steps))
+        self._runner.follow()
+        return result
 
     def _settling(self, x: Any, out: Any, site: str | None) -> Steps:
         key, operation, rest = self._call
@@ -407,9 +409,10 @@ class SmallCall(Exchanged):
             found = self._look_plain(x, out) if self._plain else self._look(x, out)
             if found is None or group.closed is not None:
                 return NotImplemented
-            steps = self._steps(self.exchange, x, out, *found, site)
+            ended = Ended()
+            steps = self._steps(self.exchange, x, out, *found, site, ended)
             task = engine.submit(group.guarded(steps), site)
-        return Request(group, task, site)
+        return Request(group, task, site, ended)
 
     def free(self) -> None:
         super().free()
@@ -424,6 +427,7 @@ class SmallCall(Exchanged):
         target: Any,
         deliver: Callable[[], Any] | None,
         site: str,
+        ended: Ended,
     ) -> Steps:
         """Make the call as a request, which goes on if the path is given up meanwhile."""
         group, name = self._group, self._call.operation.name
@@ -435,7 +439,8 @@ class SmallCall(Exchanged):
             group.control.go_on()
         yield group.control
         if not exchange.finish(target):
-            return (yield from self._settling(x, out, site))
+            settling, found = self._settling(x, out, site), self._runner.placements.after
+            return (yield from noting(settling, found, group.control, ended))
         try:
             return target if deliver is None else deliver()
         except Exception as error:
@@ -466,7 +471,8 @@ class SmallCall(Exchanged):
         except Exception:
             return None
         # One that had to be copied may be on a device, where the full call leaves it.
-        if source.copied or (source.dtype, source.shape) != self._sends:
+        copied = source.copied or (into is not None and into.copied)
+        if copied or (source.dtype, source.shape) != self._sends:
             return None
         own = source.array if source.array.flags.c_contiguous else source.array.copy()
         if into is not None and into.array.flags.carray:

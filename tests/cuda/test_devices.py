@@ -146,6 +146,21 @@ def test_out_is_written_wherever_it_is(comm, any_link) -> None:
         assert np.array_equal(_host(same), call(x))
 
 
+@each_rank_of("several", "torch", by="on_devices")
+def test_prepared_call_meets_ranks_on_devices(comm, torch, any_link) -> None:
+    """The first rank's call was prepared for the host; it waits for what is written to a device."""
+    x = _values(comm, 4)
+    want, tensor = comm.allreduce(x), torch.from_numpy(x)
+    for _ in range(3):
+        comm.allreduce(tensor)
+    for _ in range(5):
+        out = _there(np.zeros_like(x))
+        mine = tensor if comm.rank == 0 else _there(x)
+        assert comm.allreduce(mine, out=out) is out
+        assert np.array_equal(_host(out), want)
+        assert np.array_equal(_host(comm.iallreduce(mine).wait()), want)
+
+
 @pytest.mark.parametrize("any_link", ["first none"], indirect=True)
 @each_rank_of("several", by="on_devices")
 def test_without_a_device_on_one_rank_all_are_staged(comm, any_link) -> None:
