@@ -163,10 +163,11 @@ class MPITransport(Transport):
             nodes = [self._nodes[member] for member in members]
             lives = self._lives.of(members)
             return MPITransport(comm, share=self._share, nodes=nodes, lives=lives)
-        except MPI.Exception as error:
+        except (MPI.Exception, TransportError) as error:
+            said = translated(error) if isinstance(error, MPI.Exception) else error
             raise TransportError(
-                f"MPI made no further communicator: {error.Get_error_string()}; there is room for "
-                "about a thousand in some MPIs: free() those that are no longer used"
+                f"MPI made no further communicator. {said}; there is room for about a thousand in "
+                "some MPIs: free() those that are no longer used"
             ) from error
 
     def _make_comm(self, color: int | None, members: Sequence[int]) -> MPI.Intracomm | None:
