@@ -162,6 +162,12 @@ class DeviceMemory(abc.ABC):
         Floating-point numbers are NaN then.
         """
 
+    def load(self) -> None:
+        """Load what does this work, as far as it does not depend on the elements' dtype.
+
+        To load it later may wait until the device is idle, and so for other ranks.
+        """
+
     def close(self) -> None:
         """Give back the memory kept for the own stream, to which nothing is added any more."""
 

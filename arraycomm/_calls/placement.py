@@ -45,6 +45,9 @@ class HostPlacement:
     tree = False
     # Whether a call may start before its header is checked.
     async_check = False
+    # Whether a request is on the device when its call returns: what several communicators put there
+    # has one order on all ranks, which is that of the program.
+    in_order = False
     # A context in which a thread has what the caller's has, such as current streams.
     here: Callable[[], AbstractContextManager[None]] = staticmethod(nullcontext)
 

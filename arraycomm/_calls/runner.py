@@ -20,8 +20,10 @@ from arraycomm._calls.statistics import Statistics
 from arraycomm._callsite import call_site, describe_raise, trim
 from arraycomm._errors import name_operation
 from arraycomm._protocol.agreement import Agreement, UndeliveredError, agree, fail_in_step
+from arraycomm._protocol.engine import Engine
 from arraycomm._protocol.group import Group
 from arraycomm._protocol.header import encode, show, with_words
+from arraycomm._protocol.task import Task
 from arraycomm._transports.base import Handle, Steps
 
 # Headers of calls that are made again and again.
@@ -99,13 +101,23 @@ class Runner:
 
     def start(self, operation: OperationClass[P], *args: P.args, **kwargs: P.kwargs) -> Request:
         """Start a call that goes on while the caller does something else."""
+        in_order = list[bool]()
+
+        def prepare(given: HostPlacement | None) -> Operation:
+            made = prepare_anew(given)
+            in_order.append(made.placement.in_order)
+            return made
+
         try:
             site, ended = call_site(), Ended()
-            with self.group.turn():
-                prepare = self._preparing(True, operation, *args, **kwargs)
+            with self.group.turn() as engine:
+                prepare_anew = self._preparing(True, operation, *args, **kwargs)
                 program = self._program(operation.name, prepare, site)
                 program = noting(program, self.placements.after, self.group.control, ended)
-                task = self.group.engine.submit(program, site)
+                waits = any(in_order)
+                task = engine.submit(program, site)
+                if waits:
+                    _complete(engine, task)
         except BaseException as error:
             self.leave_by(error)
             raise
@@ -269,6 +281,16 @@ class Runner:
         group.control.completed = group.control.step
         if not in_step:
             group.close(error)
+
+
+def _complete(engine: Engine, task: Task) -> None:
+    """Wait until all work of a request is on the device."""
+    try:
+        engine.complete(task)
+    except BaseException as error:
+        # The caller is interrupted, and has no request that it could wait for.
+        engine.give_up(task, error)
+        raise
 
 
 def prefix_of(operation: Operation) -> bytes:

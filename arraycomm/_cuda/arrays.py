@@ -192,9 +192,12 @@ def _inspect(x: Any, name: str, memory: DeviceMemory) -> tuple[Framework, Device
     assert framework is not None, "callers check on_cuda first"
     device = framework.device(x)
     if device not in {ANY, memory.device}:
+        of_torch = framework.name == "torch"
+        use = "torch.cuda.set_device({})" if of_torch else "cupy.cuda.Device({}).use()"
         raise ValueError(
             f"{name} is on cuda:{device}, but this communicator works on "
-            f"cuda:{memory.device}; move it there, or make a communicator with that device"
+            f"cuda:{memory.device}; call {use.format('comm.local_rank')} before "
+            "arrays are made, or init(device=...) with the device that they are on"
         )
     export = framework.export(x, name, memory)
     check_movable(export.layout.dtype)

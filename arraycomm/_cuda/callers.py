@@ -107,10 +107,8 @@ class Caller:
 class Waiters:
     """The streams that are to wait for a request's work on the device, once its result is taken.
 
-    If they waited as soon as the work is on the device, two requests could wait for each other:
-    each rank puts requests of several communicators there in an order of its own, and what is
-    called next waits for the caller's stream. The memory that the device uses is kept until then.
-    The request's work is in the stream of `memory`.
+    Until then they compute beside it, and the memory that the device uses is kept. The request's
+    work is in the stream of `memory`.
     """
 
     def __init__(self, memory: DeviceMemory) -> None:

@@ -261,6 +261,10 @@ class CudaMemory(DeviceMemory):
         with current(self.device):
             self._kernels.gather_pieces(plain, target.address, self.stream)
 
+    def load(self) -> None:
+        with current(self.device):
+            self._kernels.load()
+
     def record(self) -> Event:
         return _Event(self.device, self.stream)
 

@@ -61,6 +61,12 @@ class Kernels:
         self._device = device
         self._allocate = allocate
 
+    def load(self) -> None:
+        """Load the kernels of no operation and no dtype."""
+        with working_on(self._device):
+            for kernel in ("copy_pieces", "spoil"):
+                _function(self._device, kernel, ())
+
     def gather_pieces(
         self, pieces: Sequence[tuple[int, int, int]], target: int, stream: int
     ) -> None:
@@ -149,12 +155,13 @@ _compiling = threading.Lock()
 
 
 def _function(device: int, kernel: str, definitions: tuple[str, ...]) -> Any:
-    """Return a kernel of the current device, compiled by the first thread that asks for it."""
+    """Return a kernel of the current device, compiled by the first thread that asks for it.
+
+    To load it may wait for the device, which may wait for another rank: no lock is held.
+    """
     key = (device, kernel, definitions)
     if key not in _functions:
-        with _compiling:
-            if key not in _functions:
-                _functions[key] = _load(device, kernel, definitions)
+        _functions.setdefault(key, _load(device, kernel, definitions))
     return _functions[key]
 
 
@@ -162,8 +169,10 @@ def _load(device: int, kernel: str, definitions: tuple[str, ...]) -> Any:
     import cupy
 
     architecture = int(cupy.cuda.Device(device).compute_capability)
+    with _compiling:
+        code = compiled(architecture, definitions)
     module = cupy.cuda.function.Module()
-    module.load(compiled(architecture, definitions))
+    module.load(code)
     return module.get_function(kernel)
 
 

@@ -6,6 +6,7 @@ functions but ncclCommSplit exist since NCCL 2.14; ncclCommSplit is used if the 
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
 import threading
@@ -35,9 +36,11 @@ _IN_PROGRESS: Final = 7
 _NO_COLOR: Final = -1
 _UNDEFINED: Final = -(1 << 31)
 
-# Seconds that the caller waits for another thread to leave NCCL, and for an abort to finish.
+# Seconds that an abort waits for another thread to leave NCCL, and the program's end for an abort.
 _GRACE: Final = 5.0
 _NAP: Final = 1e-3
+# Seconds between two looks whether the communicator has ended, while another thread is in NCCL.
+_LOOK: Final = 0.02
 
 # The name of an NCCL function, and its arguments without the communicator and the stream.
 Call = tuple[Any, ...]
@@ -251,11 +254,11 @@ class Comm:
 
     def error(self) -> TransportError | None:
         """Return the error of any operation so far; None also while another thread is in NCCL."""
+        if self._end:
+            return self._ended()
         if not self._using.acquire(blocking=False):
             return None
         try:
-            if self._end:
-                return TransportError(f"the NCCL communicator {self._end}")
             self._library.state(self._handle)
         except TransportError as error:
             return error
@@ -264,18 +267,29 @@ class Comm:
         return None
 
     def abort(self) -> None:
-        """End the communicator and its work on the device at once.
+        """End the communicator and its work on the device, in a thread of its own.
 
-        Any thread may call this, and more than once. The results of aborted operations are
-        undefined. The other ranks have to abort theirs too.
+        NCCL first tells the device to end the work, and then may wait for all else that the device
+        does: also for other communicators, whose abort comes next. So nobody waits here. Any thread
+        may call this, and more than once. The results of aborted operations are undefined. The
+        other ranks have to abort theirs too.
         """
-        if not self._claim("was aborted"):
-            return
+        if self._claim("was aborted"):
+            thread = threading.Thread(target=self._abort, name="arraycomm-nccl-abort", daemon=True)
+            thread.start()
+            # At its end the program gives back memory, for which the device has to be idle.
+            atexit.register(thread.join, _GRACE)
+
+    def _abort(self) -> None:
         # Another thread may hang in NCCL until the abort: wait for it only for some time.
         held = self._using.acquire(timeout=_GRACE)
         try:
             if self._handle.value is not None:
-                _call_in_thread(self._abort_now)
+                # Without a current device: to set one may wait, with the GIL, for a thread that
+                # waits for the aborted work. NCCL ends that first, and then sets the device in its
+                # own threads.
+                self._library.functions.ncclCommAbort(self._handle)
+            self._kept = ()
         finally:
             if held:
                 self._using.release()
@@ -307,11 +321,17 @@ class Comm:
     @contextmanager
     def _in_use(self) -> Iterator[Any]:
         """Lend NCCL's functions to one thread at a time; raise if the communicator has ended."""
-        with self._using:
+        # An abort may hold it for long.
+        while not self._using.acquire(timeout=_LOOK):
             if self._end:
-                raise TransportError(f"the NCCL communicator {self._end}")
+                raise self._ended()
+        try:
+            if self._end:
+                raise self._ended()
             with self._library.current(self._device):
                 yield self._library.functions
+        finally:
+            self._using.release()
 
     def _claim(self, end: str) -> bool:
         """Note how the communicator ends; True for the first caller only."""
@@ -319,18 +339,8 @@ class Comm:
             first, self._end = not self._end, self._end or end
         return first
 
-    def _abort_now(self) -> None:
-        # Without a current device: to set one may wait, with the GIL, for a thread that waits for
-        # the aborted work. NCCL ends that first, and then sets the device in its own threads.
-        self._library.functions.ncclCommAbort(self._handle)
-        self._kept = ()
-
-
-def _call_in_thread(function: Callable[[], None]) -> None:
-    """Call in a new thread, and go on without it if it hangs: another rank's abort may free it."""
-    thread = threading.Thread(target=function, name="arraycomm-nccl-abort", daemon=True)
-    thread.start()
-    thread.join(_GRACE)
+    def _ended(self) -> TransportError:
+        return TransportError(f"the NCCL communicator {self._end}")
 
 
 @cache

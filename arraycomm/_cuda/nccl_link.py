@@ -28,6 +28,8 @@ _OPS: Final = {"sum": 0, "prod": 1, "max": 2, "min": 3}
 # other: its min and max of floats lose NaN, and it rounds floats of 16 and 8 bits at every step.
 _EXACT: Final = {Kind.INTEGER: frozenset(_OPS)}
 _ROUNDED: Final = {Kind.FLOAT: frozenset(("sum", "prod")), Kind.COMPLEX: frozenset(("sum",))}
+# Of a rank, to check the order of them.
+_NUMBER: Final = np.dtype(np.uint32)
 _FIRST_TO_SHARE: Final = (2, 30)
 
 
@@ -110,6 +112,20 @@ class NcclLink(DeviceLink):
             self._comm.abort()
             child.abort()
             raise
+
+    def check_order(self) -> Generator[Handle, None, None]:
+        """Gather the ranks' numbers, and raise unless they come in the order of the ranks."""
+        link, width = self.at(self.memory.own_stream), _NUMBER.itemsize
+        numbers = link.empty(self.size, _NUMBER)
+        mine = link.memory.upload(np.array([self.rank], _NUMBER))
+        numbers[self.rank : self.rank + 1] = mine
+        offsets = range(0, width * self.size, width)
+        yield link.allgather(Blocks(numbers.view(np.uint8), [width] * self.size, offsets))
+        yield link.memory.record()
+        found = np.empty(self.size, _NUMBER)
+        link.memory.download(numbers, found)
+        if found.tolist() != list(range(self.size)):
+            raise TransportError(f"it gathered the ranks in a wrong order: {found.tolist()}")
 
     # Movements
 

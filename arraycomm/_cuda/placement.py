@@ -20,7 +20,7 @@ from arraycomm._cuda.link import DeviceLink
 from arraycomm._dtypes import DType
 from arraycomm._protocol.agreement import UndeliveredError
 from arraycomm._protocol.group import Group
-from arraycomm._protocol.header import ALL_ON_DEVICE
+from arraycomm._protocol.header import ALL_ON_DEVICE, ON_HOST
 from arraycomm._transports.base import Flat, Steps
 
 
@@ -85,6 +85,8 @@ class CopiedPlacement(HostPlacement):
 
     def __init__(self, group: Group, device_flag: int, device: int | None) -> None:
         super().__init__(group, device_flag)
+        # The ranks may choose NCCL in this call.
+        self.in_order = device_flag != ON_HOST
         self.here = Caller(device).here
 
     def run(self, steps: Steps) -> Steps:
@@ -116,7 +118,7 @@ class DevicePlacement(HostPlacement):
         self.inline_bytes = -1
         # No other call uses these objects, so no other thread changes their stream.
         self.link = link.at(stream)
-        self.async_check = link.async_check
+        self.async_check = self.in_order = link.async_check
         self.memory = self.link.memory
         beside = stream == self.memory.own_stream
         self.here = Caller(self.memory.device, stream if beside else None).here

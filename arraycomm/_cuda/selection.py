@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
+from typing import Final
 
 from arraycomm._arrays.device_memory import DeviceMemory
 from arraycomm._cuda import device, kernels, libnccl
@@ -12,11 +13,17 @@ from arraycomm._cuda.device import DeviceRequest
 from arraycomm._cuda.gpu_aware import gpu_aware
 from arraycomm._cuda.gpu_aware_link import GpuAwareMpiLink
 from arraycomm._cuda.link import LoneLink
+from arraycomm._cuda.link import Nothing as Nowhere
 from arraycomm._cuda.nccl_link import NcclLink, let_share, lets_share, refuse_sharing
 from arraycomm._cuda.staged_link import HostStagedLink
+from arraycomm._errors import BackendUnavailableError, TransportError
 from arraycomm._protocol.details import Detail, Nothing, exchange_details
 from arraycomm._protocol.group import Group
-from arraycomm._transports.base import Steps
+from arraycomm._protocol.waits import clock
+from arraycomm._transports.base import Handle, Steps
+
+# Seconds that NCCL may take to join the ranks, unless half of a call's timeout is less.
+_LIMIT: Final = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +43,17 @@ class DeviceCapabilities(Detail):
 
 @dataclass(frozen=True, slots=True)
 class NcclId(Detail):
-    """NCCL's unique id, which rank 0 makes, in hexadecimal digits."""
+    """NCCL's unique id, which rank 0 makes, in hexadecimal digits; or why it could not."""
 
     digits: str
+    failure: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Opened(Detail):
+    """Why NCCL has not joined a rank to the others; empty if it has."""
+
+    failure: str
 
 
 def capabilities(group: Group, request: DeviceRequest) -> DeviceCapabilities:
@@ -81,7 +96,9 @@ def choose(group: Group, request: DeviceRequest, replies: Sequence[Detail]) -> S
         reason = found[0].device or "one rank alone sends nothing"
     if not reason:
         let_share([rank.uuid for rank in found], tuple(found[0].version))
-        return (yield from _open_nccl(group, request)), ""
+        link, reason = yield from _open_nccl(group, request)
+        if link is not None or request.backend == "nccl":
+            return link, reason
     if any(rank.device for rank in found):
         return None, reason
     if group.size == 1:
@@ -114,17 +131,85 @@ def memory_of(group: Group, request: DeviceRequest) -> DeviceMemory:
 
 
 def _open_nccl(group: Group, request: DeviceRequest) -> Steps:
+    """Join the ranks by NCCL; return the link, or None and why it has not joined them all.
+
+    It has a limit of its own, after which the ranks can still choose another link.
+    """
     library = libnccl.load()
-    local: Detail = NcclId(library.unique_id().hex()) if group.rank == 0 else Nothing()
-    replies = yield from exchange_details(group.control, local, Nothing, NcclId)
-    assert isinstance(replies[0], NcclId)
-    return (
-        yield from NcclLink.open(
-            library,
-            memory_of(group, request),
-            group.rank,
-            group.size,
-            bytes.fromhex(replies[0].digits),
-            reproducible=group.options.reproducible,
-        )
+    local: Detail = _make_id(library) if group.rank == 0 else Nothing()
+    first, *_ = yield from exchange_details(group.control, local, Nothing, NcclId)
+    assert isinstance(first, NcclId)
+    link, failure = None, first.failure
+    if not failure:
+        limit = min(_LIMIT, (group.options.timeout or 2 * _LIMIT) / 2)
+        trial = _Trial(_opening(library, group, request, first.digits), limit)
+        try:
+            yield trial
+        finally:
+            # What has not come to its end is aborted.
+            trial.steps.close()
+        link, failure = trial.link, trial.failure
+    replies = yield from exchange_details(group.control, Opened(failure), Opened)
+    failures = [(rank, reply.failure) for rank, reply in enumerate(replies) if reply.failure]
+    if not failures:
+        return link, ""
+    if link is not None:
+        link.abort()
+    rank, failure = failures[0]
+    return None, (
+        f"rank {rank}: NCCL could not join the ranks: {failure}; NCCL_DEBUG=INFO in the "
+        "environment shows what it tried, and NCCL_SOCKET_IFNAME names the network that it uses"
     )
+
+
+def _make_id(library: libnccl.Library) -> NcclId:
+    try:
+        return NcclId(library.unique_id().hex())
+    except TransportError as error:
+        return NcclId("", str(error))
+
+
+def _opening(
+    library: libnccl.Library, group: Group, request: DeviceRequest, digits: str
+) -> Generator[Handle, None, NcclLink]:
+    """Open the link, load the kernels, and check the order in which NCCL gathers."""
+    memory = memory_of(group, request)
+    memory.load()
+    link = yield from NcclLink.open(
+        library,
+        memory,
+        group.rank,
+        group.size,
+        bytes.fromhex(digits),
+        reproducible=group.options.reproducible,
+    )
+    try:
+        yield from link.check_order()
+    except BaseException:
+        link.abort()
+        raise
+    return link
+
+
+class _Trial:
+    """An opening with a limit in seconds, which may fail: a link, or why there is none."""
+
+    def __init__(self, steps: Generator[Handle, None, NcclLink], limit: float) -> None:
+        self.steps, self._limit, self._deadline = steps, limit, clock.now() + limit
+        self._waiting: Handle = Nowhere()
+        self.link: NcclLink | None = None
+        self.failure = ""
+
+    def done(self) -> bool:
+        try:
+            while self._waiting.done():
+                self._waiting = next(self.steps)
+        except StopIteration as stop:
+            self.link = stop.value
+        except (TransportError, BackendUnavailableError) as error:
+            self.failure = str(error)
+        else:
+            if clock.now() < self._deadline:
+                return False
+            self.failure = f"the ranks had not met after {self._limit:.0f} s"
+        return True

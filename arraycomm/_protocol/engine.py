@@ -296,6 +296,12 @@ class Engine:
 
     def finish(self, task: Task, timeout: float | None = None) -> Any:
         """Wait for a task, and return its result or raise its error."""
+        self.complete(task, timeout)
+        task.outcome.claim()
+        return task.result if task.error is None else task.take()
+
+    def complete(self, task: Task, timeout: float | None = None) -> None:
+        """Wait for a task; its result or error stays there."""
         if not task.finished:
             self.progress.take_over()
             try:
@@ -304,8 +310,6 @@ class Engine:
             finally:
                 if self.queue or self.messages:
                     self._leave()
-        task.outcome.claim()
-        return task.result if task.error is None else task.take()
 
     def _wait_for(self, task: Task, timeout: float | None) -> None:
         deadline = None if timeout is None else clock.now() + timeout

@@ -272,7 +272,9 @@ def test_the_legacy_stream_has_two_names(memory, stream, other, same) -> None:
 
 
 def test_an_array_of_another_device_is_refused(cupy: Any) -> None:
-    with pytest.raises(ValueError, match=r"^x is on cuda:0, but this communicator .* cuda:1"):
+    with pytest.raises(
+        ValueError, match=r"^x is on cuda:0, but this communicator .* cuda:1; call cupy"
+    ):
         arrays.device_view(as_cupy(some(float)), "x", LoggedMemory(1))
 
 

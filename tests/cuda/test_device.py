@@ -52,7 +52,7 @@ def hold(cuda: Any, memory: CudaMemory) -> threading.Event:
     """Keep the memory's stream busy until the event is set."""
     event = threading.Event()
     with device.current(memory.device):
-        cuda.stream(memory.stream).put("hold", event.wait)
+        cuda.stream(memory.stream).put("hold", lambda: event.wait(5))
     return event
 
 
@@ -182,11 +182,19 @@ def test_another_stream_waits_and_not_the_host(cuda: Any, memory: CudaMemory) ->
 def test_kernels_are_launched_on_the_stream_of_the_device(cuda: Any, memory: CudaMemory) -> None:
     a, b = memory.upload(np.float32([1, 5])), memory.upload(np.float32([3, 4]))
     bytes_of = memory.allocate(11)
+
+    def launch() -> None:
+        memory.prefixes("sum", a.dtype, [a, b], [b, a])
+        memory.fold("max", a.dtype, [a, b], b)
+        memory.gather_pieces([(b.view("u1"), 0, 8), (None, 8, 3), (b.view("u1"), 11, 0)], bytes_of)
+
+    # Kernels are loaded once the device is idle.
+    launch()
+    a[...], b[...] = memory.upload(np.float32([1, 5])), memory.upload(np.float32([3, 4]))
+    memory.record().synchronize()
     cuda.log.clear()
     held = hold(cuda, memory)
-    memory.prefixes("sum", a.dtype, [a, b], [b, a])
-    memory.fold("max", a.dtype, [a, b], b)
-    memory.gather_pieces([(b.view("u1"), 0, 8), (None, 8, 3), (b.view("u1"), 11, 0)], bytes_of)
+    launch()
     assert elements(b).tolist() == [3, 4]
     held.set()
     assert values(memory, b) == [4, 9]
@@ -209,6 +217,7 @@ def test_words_are_written_once_the_device_comes_to_them(cuda: Any, memory: Cuda
 @pytest.mark.parametrize("given_up", [0, 1])
 def test_results_are_spoilt_if_they_are_given_up_by_then(cuda, memory, given_up) -> None:
     word, device_buffer = memory.words(1), memory.upload(np.float32([1, 2]))
+    memory.load()
     held = hold(cuda, memory)
     memory.spoil(device_buffer, word)
     word[0] = given_up

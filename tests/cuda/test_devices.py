@@ -7,6 +7,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -14,9 +15,11 @@ import pytest
 import arraycomm as ac
 from arraycomm import Communicator
 from arraycomm._cuda import streams
+from arraycomm._cuda.link import Nothing
+from arraycomm._cuda.nccl_link import NcclLink
 from tests.support import internals
 from tests.support.collectives import COLLECTIVES
-from tests.support.device import in_own_stream, linked_devices
+from tests.support.device import in_own_stream, library, linked_devices
 from tests.support.on_ranks import LAUNCH, SIZES, OnRanks, alone, each_rank_of
 
 Array = np.ndarray[Any, Any]
@@ -178,21 +181,19 @@ def test_without_a_device_on_one_rank_all_are_staged(comm, any_link) -> None:
 @pytest.mark.parametrize("any_link", ["nccl", "first none"], indirect=True)
 @each_rank_of("several", by="on_devices")
 def test_requests_may_begin_before_the_choice_of_a_link_or_after(comm, any_link) -> None:
-    """Ranks whose second request begins before the first one's negotiation meet those that are through it."""
+    """Ranks that choose a link in a request meet those that begin it late, and go on without a wait for its result."""
     x = _values(comm, 5)
     want = comm.allreduce(x), comm.allgather(x)
-    with comm.dup() as together:
-        early = comm.rank == 0
-        if not early:
-            together.barrier()
-        first = comm.iallreduce(_there(x))
-        got = [] if early else [_host(first.wait())]
-        second = comm.iallgather(_there(x))
-        if early:
-            together.barrier()
-            got = [_host(first.wait())]
-        got.append(_host(second.wait()))
-        together.barrier()
+    early = comm.rank == 0
+    if not early:
+        time.sleep(0.02)
+    first = comm.iallreduce(_there(x))
+    got = [] if early else [_host(first.wait())]
+    second = comm.iallgather(_there(x))
+    if early:
+        got = [_host(first.wait())]
+    got.append(_host(second.wait()))
+    comm.barrier()
     for found, right in zip(got, want, strict=True):
         assert np.array_equal(found, right)
 
@@ -495,6 +496,48 @@ def test_gradient_that_a_rank_does_not_have_counts_as_zeros(comm, any_link) -> N
         assert _same(got, ac.allreduce_tree(part, "sum", comm=comm))
 
 
+# NCCL that cannot be used -----------------------------------------------------------------------
+
+
+@pytest.fixture(params=["refuses", "does not connect", "gathers wrongly"])
+def failing(cuda: Any, request: pytest.FixtureRequest) -> Iterator[str]:
+    """Let NCCL not join the ranks; give what is said of it."""
+    from cupy import _nccl
+
+    if request.param == "refuses":
+        library().fails["ncclCommInitRankConfig"] = 5
+        yield "the cable is out"
+    elif request.param == "does not connect":
+        with mock.patch.object(_nccl.Mailbox, "connect", return_value=False):
+            yield "had not met after 1 s"
+    else:
+        usual = NcclLink.allgather
+
+        def allgather(link: NcclLink, recv: Any) -> Any:
+            usual(link, recv)
+            recv.buffer[...] = link.memory.upload(np.zeros(recv.buffer.nbytes, np.uint8))
+            return Nothing()
+
+        with mock.patch.object(NcclLink, "allgather", allgather):
+            yield "wrong order: [0, 0"
+
+
+@each_rank_of("several", by="on_devices")
+def test_nccl_that_does_not_join_the_ranks_leaves_it_to_staging(comm, failing) -> None:
+    """Within a limit of its own; where it was asked for by name, that is an error."""
+    limit = 2 if "had not met" in failing else 20
+    with comm.dup(timeout=limit) as alone:
+        x = _there(_values(alone, 5))
+        for _ in range(2):
+            assert np.array_equal(_host(alone.allreduce(x)), comm.allreduce(_host(x)))
+        told = str(ac.explain(x, comm=alone))
+        with comm.dup(timeout=limit) as strict, pytest.raises(ac.BackendUnavailableError) as raised:
+            internals.require_backend(strict, "nccl")
+    for text in (told, str(raised.value)):
+        for part in (failing, "rank 0: NCCL", "NCCL_DEBUG=INFO", "NCCL_SOCKET_IFNAME"):
+            assert part in text
+
+
 # Threads and streams ----------------------------------------------------------------------------
 
 
@@ -510,7 +553,7 @@ def _calls_of(comm: Communicator, x: Any) -> list[Any]:
 
 @each_rank_of("several", by="on_devices")
 def test_steps_keep_to_the_callers_stream_in_whichever_thread(comm, any_link) -> None:
-    """The first calls choose the link, in the progress thread too."""
+    """The first call chooses the link. Over NCCL no other thread puts work on the device, elsewhere the progress thread."""
     import cupy
 
     mine = cupy.cuda.get_current_stream()
@@ -533,7 +576,24 @@ def test_steps_keep_to_the_callers_stream_in_whichever_thread(comm, any_link) ->
     notes = [note for note in any_link.log if note.what != "free"]
     elsewhere = [note for note in notes if note.stream not in streams]
     assert not elsewhere
-    assert any(note.thread == "arraycomm-progress" for note in notes)
+    async_check = internals.device_link(comm).async_check
+    assert async_check or any(note.thread == "arraycomm-progress" for note in notes)
+
+
+@each_rank_of("several", by="on_devices")
+def test_requests_are_on_the_device_over_nccl_when_their_calls_return(comm, cuda) -> None:
+    """So what several communicators put there has the order of the program; ranks that come late are waited for."""
+    x = _there(_values(comm, 900))
+    comms = [comm.dup() for _ in range(2)]
+    for turn in range(4):
+        time.sleep(0.005 * (comm.rank == turn))
+        requests = [request for one in comms for request in _calls_of(one, x)]
+        assert [internals.devices(one).reason for one in comms] == ["", ""]
+        assert all(map(internals.is_finished, requests))
+        for request in requests[:: -1 if turn % 2 else 1]:
+            assert not np.isnan(_host(request.wait())).any()
+    for one in comms:
+        one.free()
 
 
 @each_rank_of("several", by="on_devices")

@@ -36,7 +36,7 @@ from arraycomm._dtypes import BY_NAME, OPS, TABLE
 from arraycomm._errors import TransportError
 from arraycomm._reduce import algorithms
 from arraycomm._transports.base import Blocks, Handle
-from tests.support.device import software_device
+from tests.support.device import rank_of_threads, software_device
 from tests.support.internals import finish
 
 OK, INVALID_ARGUMENT, REMOTE_ERROR, IN_PROGRESS = 0, 4, 6, 7
@@ -103,7 +103,9 @@ def on_links(*sizes: int, **options: Any) -> Callable[[Callable[..., None]], Cal
 
                 def rank(number: int, size: int = size, name: bytes = name) -> None:
                     nccl = new_nccl()
-                    test(drive(opening(nccl, number, size, name, **options)), nccl, **given)
+                    with rank_of_threads(number):
+                        link = drive(opening(nccl, number, size, name, **options))
+                        test(link, nccl, **given)
 
                 with ThreadPoolExecutor(size) as threads:
                     list(threads.map(rank, range(size)))
@@ -136,6 +138,14 @@ def over(nccl: Nccl, handle: Handle) -> None:
     """Let NCCL put what is under way on its stream."""
     nccl.only.polls = 0
     finish(handle)
+
+
+def wait_for_abort(nccl: Nccl) -> None:
+    """Wait for what an abort does in a thread of its own."""
+    deadline = time.monotonic() + 10
+    while not nccl.only.gone and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert nccl.only.gone == "aborted"
 
 
 def device_buffer(array: np.ndarray, memory: Any) -> DeviceBuffer:
@@ -415,7 +425,7 @@ def test_a_split_that_is_given_up_ends_both_halves() -> None:
     assert not next(program).done()
     with pytest.raises(KeyboardInterrupt):
         program.throw(KeyboardInterrupt())
-    assert nccl.only.gone == "aborted"
+    wait_for_abort(nccl)
 
 
 # The end -------------------------------------------------------------------------------------------
@@ -427,7 +437,7 @@ def test_an_opening_that_is_given_up_is_aborted() -> None:
     assert not next(program).done()
     with pytest.raises(TimeoutError):
         program.throw(TimeoutError())
-    assert nccl.only.gone == "aborted"
+    wait_for_abort(nccl)
 
 
 def test_an_opening_that_fails_at_once_says_why() -> None:
@@ -444,6 +454,7 @@ def test_abort_of_many_threads_ends_what_is_under_way_and_happens_once() -> None
         for _ in range(8):
             threads.submit(link.abort)
     link.close()
+    wait_for_abort(nccl)
     assert nccl.calls.count("ncclCommAbort") == 1
     with pytest.raises(TransportError, match="was aborted"):
         handle.done()
@@ -465,9 +476,7 @@ def test_an_abort_that_hangs_is_left_behind() -> None:
     link.abort()
     assert nccl.only.gone == ""
     leave.set()
-    # The thread that was left behind ends with the test.
-    while nccl.only.gone == "":
-        time.sleep(0.001)
+    wait_for_abort(nccl)
 
 
 @pytest.mark.usefixtures("soon")
@@ -477,7 +486,7 @@ def test_an_abort_does_not_wait_for_a_thread_that_hangs_in_nccl() -> None:
 
     def hang(*arguments: Any) -> int:
         inside.set()
-        leave.wait()
+        leave.wait(20)
         return OK
 
     nccl.ncclCommGetAsyncError = hang
@@ -485,7 +494,7 @@ def test_an_abort_does_not_wait_for_a_thread_that_hangs_in_nccl() -> None:
         threads.submit(link.error)
         inside.wait()
         link.abort()
-        assert nccl.only.gone == "aborted"
+        wait_for_abort(nccl)
         leave.set()
 
 
@@ -503,7 +512,7 @@ def test_an_abort_does_not_wait_for_cuda(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(link._comm._library, "current", hanging)
     assert link.error() is None
     link.abort()
-    assert nccl.only.gone == "aborted"
+    wait_for_abort(nccl)
     leave.set()
 
 
@@ -533,7 +542,7 @@ def test_close_aborts_what_is_under_way_and_where_the_others_do_not_come(under_w
     if not under_way:
         over(nccl, handle)
     link.close()
-    assert nccl.only.gone == "aborted"
+    wait_for_abort(nccl)
     assert "ncclCommDestroy" not in nccl.calls
     assert ("ncclCommFinalize" in nccl.calls) != under_way
 

@@ -38,7 +38,7 @@ def capable(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
         (libnccl, "missing", lambda: None),
         (libnccl, "load", lambda: library),
         (selection, "gpu_aware", lambda: True),
-        (selection, "_open_nccl", lambda group, request: _returning("the link of NCCL")),
+        (selection, "_open_nccl", lambda group, request: _returning(("the link of NCCL", ""))),
         (selection, "memory_of", lambda group, request: MEMORY),
     ):
         monkeypatch.setattr(module, name, value)

@@ -84,18 +84,40 @@ def linked_devices(link: str = "nccl") -> Iterator[Any]:
         # Each as if it had a device of its own.
         return replace(found, uuid=f"{group.rank}", **changes)
 
-    with software_device() as machine, mock.patch.object(selection, "capabilities", capabilities):
+    def memory_of(group: Any, request: Any) -> Any:
+        # Whichever thread makes it.
+        with rank_of_threads(group.related[0].rank):
+            return usual(group, request)
+
+    usual = selection.memory_of
+    with (
+        software_device() as machine,
+        mock.patch.object(selection, "capabilities", capabilities),
+        mock.patch.object(selection, "memory_of", memory_of),
+    ):
         yield machine
+
+
+@contextmanager
+def rank_of_threads(rank: int) -> Iterator[None]:
+    """Let what this thread makes on a device belong to one of several ranks, as if each had a device of its own."""
+    from cupy._machine import machine
+
+    before, machine.here.owner = machine.here.owner, rank
+    try:
+        yield
+    finally:
+        machine.here.owner = before
 
 
 def in_own_stream(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Have each rank work in a stream of its own: ranks that are threads would share the default stream."""
 
-    def within(*arguments: Any) -> Any:
+    def within(comm: Any, *arguments: Any) -> Any:
         import cupy
 
-        with cupy.cuda.Stream(non_blocking=True) as stream:
-            result = fn(*arguments)
+        with rank_of_threads(comm.rank), cupy.cuda.Stream(non_blocking=True) as stream:
+            result = fn(comm, *arguments)
             stream.synchronize()
             return result
 

@@ -175,6 +175,7 @@ class Module:
 
     def load(self, code: bytes) -> None:
         machine.enter()
+        machine.wait_for_all(machine.here.owner)
         assert code[:4] == b"\x7fELF"
         self._options: list[str] = json.loads(code[4:])
 

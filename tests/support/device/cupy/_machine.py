@@ -1,6 +1,10 @@
 """Devices in software: streams that do their work late, each in its own order, and the memory of the host.
 
 What is read too early is what was there before, or poison, with which the pools fill what they take back.
+
+They are as strict as CUDA's documents let a device be. All streams share a few queues, so that work waits for
+what other streams were given before it. To allocate memory for which the pool has no block, to pin memory, to load
+a module and to abort a communicator of NCCL waits for all streams.
 """
 
 from __future__ import annotations
@@ -14,8 +18,9 @@ import random
 import threading
 import time
 import traceback
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, Final, NamedTuple
 
@@ -37,6 +42,8 @@ ALIGNMENT: Final = 512
 _noise: Final = random.Random()
 # Half of the work waits for up to so many seconds before it is done.
 LATE: Final = 3e-4
+# How many queues the streams of a process share, if CUDA_DEVICE_MAX_CONNECTIONS does not say it; 8 is CUDA's default.
+CONNECTIONS: Final = 1, 2, 8
 
 
 class CudaError(RuntimeError):
@@ -75,21 +82,59 @@ class Mark:
         self._come.wait()
 
 
-class Stream:
-    """One stream: a thread that does its work in order, and late."""
+class Queue:
+    """A thread that does the work of several streams in the order in which it was put there."""
 
-    def __init__(self, machine: Machine, device: int, handle: int) -> None:
-        self.device, self.handle = device, handle
-        self.capturing = False
-        self._machine = machine
-        # Its memory stays until the work is done, also behind a restart.
-        self._pool = machine.pool
-        self._queue: SimpleQueue[Work | None] = SimpleQueue()
+    def __init__(self) -> None:
+        self._work: SimpleQueue[Work | None] = SimpleQueue()
         # Reentrant: memory is given back whenever Python deletes its owner, also in here.
         self._lock = threading.RLock()
-        self._begun = self._finished = 0
         self._runs = False
         self._closed = False
+
+    def put(self, work: Work) -> None:
+        with self._lock:
+            self._work.put(work)
+            if self._closed:
+                self._work.put(None)
+            if not self._runs:
+                self._runs = True
+                # None of the `threading` module's: it makes no calls, for which another rank might wait.
+                _thread.start_new_thread(self._run, ())
+
+    def close(self) -> None:
+        """Have the thread end after what is in the queue."""
+        self._closed = True
+        self._work.put(None)
+
+    def _run(self) -> None:
+        while True:
+            work = self._work.get()
+            if work is not None:
+                work()
+                # Before the next one comes, which may be long.
+                del work
+                continue
+            with self._lock:
+                if self._work.empty():
+                    self._runs = False
+                    return
+
+
+class Stream:
+    """One stream: work that a queue does in order, and late. `owner` is the rank that has it, if ranks are threads."""
+
+    def __init__(
+        self, machine: Machine, device: int, handle: int, owner: object, queue: Queue
+    ) -> None:
+        self.device, self.handle, self.owner = device, handle, owner
+        self.capturing = False
+        self._machine, self._queue = machine, queue
+        # Its memory stays until the work is done, also behind a restart.
+        self._pool = machine.pool
+        # Reentrant as well.
+        self._lock = threading.RLock()
+        self._begun = self._finished = 0
 
     def put(self, what: str, work: Work, after: int | None = None) -> None:
         if self.capturing:
@@ -98,18 +143,16 @@ class Stream:
         self._machine.log.append(Note(thread, self.handle, what, after))
         with self._lock:
             self._begun += 1
-            self._queue.put(work)
-            if self._closed:
-                self._queue.put(None)
-            if not self._runs:
-                self._runs = True
-                # None of the `threading` module's: it makes no calls, for which another rank might wait.
-                _thread.start_new_thread(self._run, ())
+            self._queue.put(partial(self._do, work))
 
-    def close(self) -> None:
-        """Have the thread end after what is on the stream."""
-        self._closed = True
-        self._queue.put(None)
+    def _do(self, work: Work) -> None:
+        if _noise.random() < 0.5:
+            time.sleep(_noise.random() * LATE)
+        try:
+            work()
+        except Exception:
+            self._machine.fail(LAUNCH_FAILURE, traceback.format_exc())
+        self._finished += 1
 
     @property
     def busy(self) -> bool:
@@ -123,25 +166,6 @@ class Stream:
     def wait(self) -> None:
         if self.busy:
             self.mark("synchronize").wait()
-
-    def _run(self) -> None:
-        while True:
-            work = self._queue.get()
-            if work is None:
-                with self._lock:
-                    if self._queue.empty():
-                        self._runs = False
-                        return
-                continue
-            if _noise.random() < 0.5:
-                time.sleep(_noise.random() * LATE)
-            try:
-                work()
-            except Exception:
-                self._machine.fail(LAUNCH_FAILURE, traceback.format_exc())
-            # Before the next one comes, which may be long.
-            del work
-            self._finished += 1
 
 
 class Block:
@@ -180,6 +204,8 @@ class Pool:
             free = self._free[stream, size]
             if free:
                 return free.pop()
+        machine.wait_for_all(stream.owner)
+        with self._lock:
             block = Block(size, stream)
             self.total += size
             self._blocks[block.start] = block
@@ -231,6 +257,8 @@ class _Thread(threading.local):
         self.current: dict[int, Any] = {}
         self.before: list[Any] = []
         self.capture_mode = 0
+        # What this thread's streams belong to: a rank if ranks are threads, otherwise the process.
+        self.owner: object = None
 
 
 class Machine:
@@ -242,12 +270,13 @@ class Machine:
     def __init__(self) -> None:
         self._streams: dict[int, Stream] = {}
         self._defaults: dict[int, Stream] = {}
+        self._queues: dict[Any, Queue] = {}
         self.restart()
 
     def restart(self, devices: int | None = None) -> None:
         """Begin anew, with as many devices as CUDA_VISIBLE_DEVICES lists if no number is given, or one."""
-        for stream in (*self._streams.values(), *self._defaults.values()):
-            stream.close()
+        for queue in self._queues.values():
+            queue.close()
         # How many devices there are, or an error that is reported instead.
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")
         self.devices: int | CudaError = len(visible) if devices is None else devices
@@ -265,6 +294,11 @@ class Machine:
         self.here = _Thread()
         self._streams = {}
         self._defaults = {}
+        # The queues of each owner; how many there are, and how many streams it has made.
+        self._queues = {}
+        connections = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
+        self.connections = int(connections) if connections else _noise.choice(CONNECTIONS)
+        self._made: Counter[object] = Counter()
         self._making = threading.Lock()
 
     # Devices
@@ -298,14 +332,21 @@ class Machine:
     def new_stream(self) -> int:
         self.enter()
         handle = next(self._handles)
-        self._streams[handle] = Stream(self, self.here.device, handle)
+        with self._making:
+            self._streams[handle] = self._make(self.here.device, handle)
         return handle
+
+    def _make(self, device: int, handle: int) -> Stream:
+        owner = self.here.owner
+        key = owner, device, self._made[owner] % self.connections
+        self._made[owner] += 1
+        if key not in self._queues:
+            self._queues[key] = Queue()
+        return Stream(self, device, handle, owner, self._queues[key])
 
     def close_stream(self, handle: int) -> None:
         """Destroy a stream; what is on it is still done."""
-        found = self._streams.pop(handle, None)
-        if found is not None:
-            found.close()
+        self._streams.pop(handle, None)
 
     def stream(self, handle: int) -> Stream:
         """Return a stream of the current device."""
@@ -318,7 +359,7 @@ class Machine:
             with self._making:
                 key = device << 2 | handle & 2
                 if key not in self._defaults:
-                    self._defaults[key] = Stream(self, device, handle & 2)
+                    self._defaults[key] = self._make(device, handle & 2)
                 return self._defaults[key]
         found = self._streams.get(handle)
         if found is None or found.device != device:
@@ -334,6 +375,12 @@ class Machine:
         self.pool.sweep()
         for stream in (*self._streams.values(), *self._defaults.values()):
             stream.wait()
+
+    def wait_for_all(self, owner: object) -> None:
+        """Wait for all work of one owner, as much as CUDA may do so to get memory or to give it back."""
+        for stream in (*list(self._streams.values()), *list(self._defaults.values())):
+            if stream.owner == owner and not stream.capturing:
+                stream.wait()
 
     def new_event(self) -> int:
         self.enter()
@@ -369,6 +416,7 @@ class Machine:
 
     def pin(self, start: int, end: int) -> None:
         self.enter()
+        self.wait_for_all(self.here.owner)
         self.pinned[start] = end
 
     def unpin(self, start: int, space: Any) -> None:

@@ -141,7 +141,7 @@ class Comm:
 
     def __init__(self, mailbox: Mailbox, name: str, rank: int, size: int) -> None:
         self.mailbox, self.name, self.rank, self.size = mailbox, name, rank, size
-        self.device = machine.here.device
+        self.device, self.owner = machine.here.device, machine.here.owner
         self.state, self.polls = OK, 0
         self.pending: Callable[[], bool] = lambda: True
         self.aborted = threading.Event()
@@ -197,7 +197,7 @@ class _Child(Comm):
 
     def __init__(self, parent: Comm, name: str, members: list[int]) -> None:
         super().__init__(parent.mailbox, name, members.index(parent.rank), len(members))
-        self.device = parent.device
+        self.device, self.owner = parent.device, parent.owner
         self._members = [parent.peer(rank) for rank in members]
 
     def peer(self, rank: int) -> int:
@@ -314,7 +314,9 @@ class Nccl(Library):
         return OK
 
     def comm_abort(self, handle: Any) -> int:
-        self.comms[handle.value].end("aborted")
+        comm = self.comms[handle.value]
+        comm.end("aborted")
+        machine.wait_for_all(comm.owner)
         return OK
 
     def _usable(self, handle: Any) -> Comm | None:
