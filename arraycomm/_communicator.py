@@ -10,6 +10,7 @@ import numpy as np
 
 from arraycomm._arrays.typing import ArrayT, DTypeT, NewShape, ReceivedT, Rows, T
 from arraycomm._calls.custom_ops import Op
+from arraycomm._calls.pickles import Pickled
 from arraycomm._calls.runner import Runner
 from arraycomm._callsite import trim
 from arraycomm._collectives import fast_path, groups
@@ -604,7 +605,9 @@ class Communicator(NonblockingCalls, UnevenCalls, MessageCalls, Traceable):
         root : int
             The rank that sends.
         """
-        return fast_path.call_object(self._runner, timeout, BcastObject, obj, (root,))
+        return fast_path.call(
+            self._runner, timeout, BcastObject, Pickled(obj), (root,), kind=fast_path.ObjectCall
+        )
 
     def allgather_object(self, obj: T, *, timeout: float | None = None) -> list[T]:
         """Return the list of all ranks' Python objects, which are sent as pickles.
@@ -614,7 +617,9 @@ class Communicator(NonblockingCalls, UnevenCalls, MessageCalls, Traceable):
         obj : object
             Anything that pickles; it may differ between ranks in type and size.
         """
-        return fast_path.call_object(self._runner, timeout, AllgatherObject, obj)
+        return fast_path.call(
+            self._runner, timeout, AllgatherObject, Pickled(obj), kind=fast_path.ObjectCall
+        )
 
     def gather_object(
         self, obj: T, root: int = 0, *, timeout: float | None = None
@@ -628,7 +633,9 @@ class Communicator(NonblockingCalls, UnevenCalls, MessageCalls, Traceable):
         root : int
             The rank that gets the list.
         """
-        return fast_path.call_object(self._runner, timeout, GatherObject, obj, (root,))
+        return fast_path.call(
+            self._runner, timeout, GatherObject, Pickled(obj), (root,), kind=fast_path.ObjectCall
+        )
 
     def plan(self, tree: Any, op: str = "mean", *, timeout: float | None = None) -> Plan:
         """Prepare the reduction of trees like this one, to be used in every step.

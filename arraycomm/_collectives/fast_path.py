@@ -77,17 +77,6 @@ def call(
     return result
 
 
-def call_object(
-    runner: Runner,
-    timeout: float | None,
-    operation: OperationClass[...],
-    obj: Any,
-    rest: tuple[Any, ...] = (),
-) -> Any:
-    """Make a call of an object as `call` makes one of an array."""
-    return call(runner, timeout, operation, Pickled(obj), rest, None, ObjectCall)
-
-
 def start(
     runner: Runner,
     operation: OperationClass[...],
