@@ -152,14 +152,20 @@ def test_rank_that_sleeps_is_given_up_and_the_device_released() -> None:
         """
         mine, whole = cupy.ones(100_000, "float32"), cupy.ones(1000, "int32")
         part, tree = world.dup(timeout=4), world.dup(timeout=4)
-        for one in (part, tree):
-            one.allreduce(mine)
+        calls = (
+            lambda: comm.allreduce(mine),
+            lambda: part.allreduce(whole, "max"),
+            lambda: ac.allreduce_tree([mine, mine], "sum", comm=tree)[1],
+        )
+        # So that the device has the kernels, and memory to which no call has to wait for it.
+        for one in calls:
+            one()
+        wait_for_the_device()
         if comm.rank == 1:
             time.sleep(12)
         began, results = time.monotonic(), []
-        attempt(lambda: results.append(comm.allreduce(mine)))
-        attempt(lambda: results.append(part.allreduce(whole, "max")))
-        attempt(lambda: results.append(ac.allreduce_tree([mine, mine], "sum", comm=tree)[1]))
+        for one in calls:
+            attempt(lambda: results.append(one()))
         if comm.rank == 0:
             wait_for_the_device()
             assert time.monotonic() - began < 11, time.monotonic() - began
