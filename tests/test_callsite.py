@@ -145,7 +145,9 @@ def test_methods_that_are_no_entries_leave_errors_to_the_runner() -> None:
         for name, method in vars(kind).items():
             public = isinstance(method, FunctionType) and not name.startswith("_")
             if public and not hasattr(method, "__wrapped__"):
-                assert {"call", "call_within", "start", "trim"} & {*method.__code__.co_names}, name
+                assert {"call", "call_within", "start", "leave_by"} & {*method.__code__.co_names}, (
+                    name
+                )
 
 
 def test_error_raised_twice_does_not_show_the_first_time(on_ranks) -> None:

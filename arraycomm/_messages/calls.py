@@ -6,7 +6,6 @@ from typing import Any
 
 from arraycomm._arrays.typing import ReceivedT
 from arraycomm._calls.requests import ProcessBound, Request
-from arraycomm._callsite import trim
 from arraycomm._entries import entries, entry
 from arraycomm._messages.matching import Status, Wildcard
 from arraycomm._messages.messages import Messenger, Pickled
@@ -42,7 +41,7 @@ class MessageCalls(ProcessBound):
         try:
             self._messenger.send(x, dest, tag, timeout=timeout)
         except BaseException as error:
-            trim(error)
+            self._messenger.leave_by(error)
             raise
 
     def recv(
@@ -94,7 +93,7 @@ class MessageCalls(ProcessBound):
         try:
             return self._messenger.recv(source, tag, like, out, status, timeout=timeout)
         except BaseException as error:
-            trim(error)
+            self._messenger.leave_by(error)
             raise
 
     def sendrecv(
@@ -118,7 +117,7 @@ class MessageCalls(ProcessBound):
                 x, dest, source, tag, like, out, status, timeout=timeout
             )
         except BaseException as error:
-            trim(error)
+            self._messenger.leave_by(error)
             raise
 
     def isend(self, x: Any, dest: int | Wildcard, tag: int = 0) -> Request[None]:
@@ -126,7 +125,7 @@ class MessageCalls(ProcessBound):
         try:
             return self._messenger.isend(x, dest, tag)
         except BaseException as error:
-            trim(error)
+            self._messenger.leave_by(error)
             raise
 
     def irecv(
@@ -142,7 +141,7 @@ class MessageCalls(ProcessBound):
         try:
             return self._messenger.irecv(source, tag, like, out, status)
         except BaseException as error:
-            trim(error)
+            self._messenger.leave_by(error)
             raise
 
     @entry

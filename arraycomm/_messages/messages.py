@@ -23,7 +23,7 @@ from arraycomm._calls.placement import DeferredResultBuffer, Destination, HostPl
 from arraycomm._calls.refusals import wanted_kind
 from arraycomm._calls.requests import Request, wait_for_each
 from arraycomm._calls.runner import Runner
-from arraycomm._callsite import call_site, describe_raise
+from arraycomm._callsite import call_site, describe_raise, trim
 from arraycomm._errors import MismatchError, PeerError, TransportError, name_operation, naming
 from arraycomm._messages import envelopes
 from arraycomm._messages.fast_messages import FastReceive, FastSend, MessageWait, beside
@@ -482,6 +482,15 @@ class Messenger:
     def finished(self, result: Any, site: str) -> Request:
         """Return the request of a message that is complete."""
         return Request(self._group, self._group.engine.finished(result, site), site)
+
+    def leave_by(self, error: BaseException) -> None:
+        """Trim the error that a call raises; end the group if that was interrupted.
+
+        Nobody knows then which messages have gone, and the next one would be taken for this one.
+        """
+        trim(error)
+        if not isinstance(error, Exception):
+            self._fail(error)
 
     def end_if_broken(self, error: BaseException) -> None:
         """End the group if a call may have left a message under way that nobody knows of."""
