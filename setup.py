@@ -86,6 +86,7 @@ def native_part() -> dict[str, Any]:
                 "module",
                 "chunks",
                 "ending",
+                "exact",
                 "exchange",
                 "folds",
                 "leaves",
@@ -101,6 +102,7 @@ def native_part() -> dict[str, Any]:
             for name in (
                 "chunks",
                 "ending",
+                "exact",
                 "exchange",
                 "folds",
                 "kernels",

@@ -70,20 +70,22 @@ BY_DLPACK: Final[dict[tuple[int, int], DTypeInfo]] = {
     (row.dlpack, row.dtype.itemsize * 8): row for row in TABLE
 }
 
-OPS: Final = ("sum", "mean", "prod", "min", "max", "and", "or", "xor")
+OPS: Final = ("sum", "mean", "prod", "min", "max", "and", "or", "xor", "fsum")
 
 _REDUCTIONS: Final[dict[Kind, frozenset[str]]] = {
     Kind.BOOL: frozenset(("min", "max", "and", "or", "xor")),
     Kind.INTEGER: frozenset(("sum", "prod", "min", "max", "and", "or", "xor")),
-    Kind.NARROW: frozenset(("sum", "mean", "prod", "min", "max")),
-    Kind.FLOAT: frozenset(("sum", "mean", "prod", "min", "max")),
-    Kind.COMPLEX: frozenset(("sum", "mean", "prod")),
+    Kind.NARROW: frozenset(("sum", "mean", "prod", "min", "max", "fsum")),
+    Kind.FLOAT: frozenset(("sum", "mean", "prod", "min", "max", "fsum")),
+    Kind.COMPLEX: frozenset(("sum", "mean", "prod", "fsum")),
     Kind.OPAQUE: frozenset(),
 }
 
 _REMEDIES: Final[dict[tuple[Kind, str], str]] = {
     (Kind.BOOL, "sum"): 'use "or", or cast to an integer dtype to count',
     (Kind.BOOL, "prod"): 'use "and", or cast to an integer dtype',
+    (Kind.BOOL, "fsum"): 'use "or", or cast to an integer dtype and use "sum" to count',
+    (Kind.INTEGER, "fsum"): 'use "sum", which is exact for integers as long as the dtype has it',
     (Kind.BOOL, "mean"): "cast to a floating dtype first",
     (Kind.INTEGER, "mean"): "cast to a floating dtype first",
     (Kind.COMPLEX, "min"): "complex numbers have no order; reduce a real quantity instead",

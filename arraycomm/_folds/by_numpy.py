@@ -11,6 +11,9 @@ from typing import Any
 import numpy as np
 
 from arraycomm._dtypes import DType, Kind, kind_of
+from arraycomm._folds.exact import add_rows as add_rows
+from arraycomm._folds.exact import fold_exactly
+from arraycomm._folds.exact import round_words as round_words
 from arraycomm._folds.float16 import convert
 from arraycomm._folds.ieee import ieee_mode
 
@@ -43,6 +46,11 @@ def total_dtype(dtype: DType) -> DType:
     return np.dtype(np.float32) if kind_of(dtype) is Kind.NARROW else dtype
 
 
+def goes_on(op: str) -> bool:
+    """Return whether a fold can go on from a total: an exact sum takes all rows at once."""
+    return op != "fsum"
+
+
 def fold(op: str, dtype: DType, rows: Sequence[Array], out: Array) -> None:
     """Fold one-dimensional rows into `out`, which overlaps none of them."""
     fold_on(op, dtype, None, 0, rows, out, more=False)
@@ -63,6 +71,14 @@ def fold_on(
     If `more` are to come, `out` gets their total, and else the result. It overlaps no row.
     """
     count, wide, length = before + len(rows), total_dtype(dtype), block_length(dtype)
+    if not goes_on(op):
+        if more or total is not None:
+            raise ValueError("an exact sum takes all rows at once")
+        with np.errstate(all="ignore"), ieee_mode():
+            for start in range(0, len(out), length):
+                part = slice(start, start + length)
+                fold_exactly(dtype, [row[part] for row in rows], out[part])
+        return
     rows, join = rows if total is None else [total, *rows], _join(op, dtype)
     with np.errstate(all="ignore"), ieee_mode():
         for start in range(0, len(out), length):
@@ -80,6 +96,10 @@ def fold_on(
 
 def prefixes(op: str, dtype: DType, rows: Sequence[Array], outs: Sequence[Array]) -> None:
     """Write the fold of rows 0 to k, both included, to `outs[k]`; no row overlaps any of `outs`."""
+    if not goes_on(op):
+        for last, out in enumerate(outs, 1):
+            fold(op, dtype, rows[:last], out)
+        return
     total = np.empty(len(rows[0]), total_dtype(dtype))
     for before, (row, out) in enumerate(zip(rows, outs, strict=True)):
         fold_on(op, dtype, total if before else None, before, [row], total, more=True)

@@ -47,6 +47,17 @@ def prefixes(op: str, dtype: DType, rows: Sequence[Array], outs: Sequence[Array]
     compiled.prefixes(number_of(op, dtype), rows, outs)
 
 
+def add_rows(dtype: DType, x: Array, words: Array) -> None:
+    """Add the rows of a contiguous array to the words of each column; see `exact.add_rows`."""
+    if x.size:
+        compiled.add_rows(number_of("fsum", dtype), x, words, x.shape[1])
+
+
+def round_words(dtype: DType, words: Array, out: Array) -> None:
+    """Round the words of each element, which change, to that element of `out`."""
+    compiled.round_words(number_of("fsum", dtype), out, words)
+
+
 def use_threads(limit: int) -> None:
     """Let a large fold take so many threads of this process."""
     compiled.use_threads(max(1, min(limit, _MOST_THREADS)))

@@ -1,6 +1,7 @@
 /* See folds.h. The loops over elements are in kernels.h. */
 
 #include "folds.h"
+#include "exact.h"
 #include "pool.h"
 
 #include <fenv.h>
@@ -108,7 +109,7 @@ void use_level(int chosen)
     level = chosen;
 }
 
-static const char *const op_names[OPS] = {"sum", "mean", "prod", "min", "max", "and", "or", "xor"};
+static const char *const op_names[OPS] = {"sum", "mean", "prod", "min", "max", "and", "or", "xor", "fsum"};
 
 int find_fold(const char *op, const char *dtype)
 {
@@ -130,6 +131,16 @@ size_t fold_total_size(int fold)
     return table_plain[fold / OPS].total_size;
 }
 
+bool goes_on(int fold)
+{
+    return fold % OPS != FSUM;
+}
+
+size_t exact_words(int fold)
+{
+    return (size_t)EXACT_WORDS * table_plain[fold / OPS].parts;
+}
+
 /* ---- the mode of a thread ---------------------------------------------------------------------- */
 
 /* Whether this thread rounds to nearest even and keeps subnormal numbers; see _folds/ieee.py. */
@@ -147,6 +158,14 @@ static bool in_ieee_mode(void)
     return smallest * one != 0.0 && normal * 0.5 != 0.0 && one + tie == one && one + 1.5 * tie != one;
 }
 #endif
+
+static inline bool begin_ieee_mode(fenv_t *mode)
+{
+    if (in_ieee_mode()) return false;
+    fegetenv(mode);
+    fesetenv(FE_DFL_ENV);
+    return true;
+}
 
 /* ---- rows by blocks ---------------------------------------------------------------------------- */
 
@@ -246,18 +265,17 @@ static inline void fold_between(const Work *work, size_t first, size_t end)
 {
     const int op = work->fold % OPS;
     const Arithmetic *const with = &tables[level][work->fold / OPS];
-    const size_t most = with->load ? TOTALS_BYTES / with->total_size : BLOCK_BYTES / with->itemsize;
+    const size_t most = op == FSUM   ? (size_t)EXACT_BLOCK / with->parts
+                        : with->load ? TOTALS_BYTES / with->total_size
+                                     : BLOCK_BYTES / with->itemsize;
     const bool only_rows = !work->every && !work->earlier.total && !work->earlier.more;
-    const bool other_mode = !in_ieee_mode();
     fenv_t mode;
-    if (other_mode) {
-        fegetenv(&mode);
-        fesetenv(FE_DFL_ENV);
-    }
+    const bool other_mode = begin_ieee_mode(&mode);
     for (size_t start = first; start < end; start += most) {
         const size_t count = end - start < most ? end - start : most;
         const Block block = {with, op, work->row_count, work->rows, work->outs, work->earlier, start, count};
-        if (with->pair && op == SUM && work->row_count == 2 && only_rows)
+        if (op == FSUM) fold_exactly(with, work->rows, work->row_count, work->outs, work->every, start, count);
+        else if (with->pair && op == SUM && work->row_count == 2 && only_rows)
             with->pair(out_of(&block, 0), row_of(&block, 0), row_of(&block, 1), count);
         else if (with->load) fold_loaded(&block, work->every);
         else fold_plain(&block, work->every);
@@ -279,4 +297,20 @@ void run_fold(int fold, Earlier earlier, const void *const *rows, int row_count,
     Work work = {fold, earlier, rows, row_count, outs, every, count, PIECE_BYTES / itemsize};
     if (count * itemsize * (size_t)row_count < SHARED_BYTES) fold_between(&work, 0, count);
     else share_pieces(fold_piece, &work, (count + work.piece - 1) / work.piece);
+}
+
+void run_add_rows(int fold, const void *x, size_t rows, size_t columns, int64_t *words)
+{
+    fenv_t mode;
+    const bool other_mode = begin_ieee_mode(&mode);
+    add_rows(&tables[level][fold / OPS], x, rows, columns, words);
+    if (other_mode) fesetenv(&mode);
+}
+
+void run_round_words(int fold, int64_t *words, void *out, size_t count)
+{
+    fenv_t mode;
+    const bool other_mode = begin_ieee_mode(&mode);
+    round_words(&tables[level][fold / OPS], words, out, count);
+    if (other_mode) fesetenv(&mode);
 }

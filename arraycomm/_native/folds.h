@@ -5,12 +5,16 @@
 
 #include <stdbool.h>
 #include <stddef.h>
+#include <stdint.h>
 
-enum { SUM, MEAN, PROD, MIN, MAX, AND, OR, XOR, OPS };
+enum { SUM, MEAN, PROD, MIN, MAX, AND, OR, XOR, FSUM, OPS };
 enum { DTYPES = 17 };
+/* The real numbers that an exact sum takes at a time. */
+enum { EXACT_BLOCK = 512 };
 
 /* The reductions of one dtype, for one instruction set: what makes a total of a row, makes a result of a
- * total, adds two rows, divides a total, and joins two. If the first three are NULL, totals are elements. */
+ * total, adds two rows, divides a total, and joins two. If the first three are NULL, totals are elements. That of an exact
+ * sum takes rows as doubles; see exact.c. */
 typedef struct {
     const char *dtype;
     unsigned char itemsize, total_size, parts;
@@ -26,6 +30,9 @@ int find_fold(const char *op, const char *dtype);
 
 size_t fold_itemsize(int fold);
 
+/* Whether a fold can go on from a total: an exact sum takes all rows at once. */
+bool goes_on(int fold);
+
 /* The bytes of an element of a total, which 16- and 8-bit floats have in float32. */
 size_t fold_total_size(int fold);
 
@@ -40,6 +47,11 @@ typedef struct {
  * or all rows up to row k into outs[k] if `every`. Runs in the IEEE default mode, whatever the thread's own is. */
 void run_fold(int fold, Earlier earlier, const void *const *rows, int row_count, void *const *outs, bool every,
               size_t count);
+
+/* Add rows to the words of an exact sum, and round these; see exact.h. */
+size_t exact_words(int fold);
+void run_add_rows(int fold, const void *x, size_t rows, size_t columns, int64_t *words);
+void run_round_words(int fold, int64_t *words, void *out, size_t count);
 
 /* The instruction sets that this machine has, the best one last; and which of them folds use. */
 extern const char *const level_names[];

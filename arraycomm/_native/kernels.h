@@ -83,6 +83,23 @@ SIGNED(i64, int64_t, row_i64)
 REAL(f32, float, row_f32)
 REAL(f64, double, row_f64)
 
+/* `out` is a sum of each place, what its additions have lost, and whether that was rounded as well: EXACT_BLOCK doubles of
+ * each. What an addition loses is exact (Knuth), but NaN if anything is not finite. */
+static void LEVEL(join_exactly)(void *out, const void *left, const void *right, size_t count)
+{
+    double *const sums = out, *const all_lost = sums + EXACT_BLOCK, *const failed = all_lost + EXACT_BLOCK;
+    const double *const totals = left, *const elements = right;
+    INDEPENDENT
+    for (size_t i = 0; i < count; ++i) {
+        const double a = totals[i], b = elements[i], sum = a + b, added = sum - a;
+        const double lost = (a - (sum - added)) + (b - added), before = all_lost[i], both = before + lost, more = both - before;
+        const double rest = (before - (both - more)) + (lost - more);
+        sums[i] = sum;
+        all_lost[i] = both;
+        failed[i] += rest < 0 ? -rest : rest;
+    }
+}
+
 /* Any byte but zero is true. */
 JOIN(and_bool, uint8_t, row_u8, (a != 0) & (b != 0))
 JOIN(or_bool, uint8_t, row_u8, (a | b) != 0)
@@ -176,7 +193,8 @@ CONVERTED(float8_e5m2, row_u8)
     [OR] = LEVEL(or_##NAME), [XOR] = LEVEL(xor_##NAME)
 #define MIN_MAX(NAME) [MIN] = LEVEL(min_##NAME), [MAX] = LEVEL(max_##NAME)
 #define ARITHMETIC(NAME)                                                                          \
-    [SUM] = LEVEL(sum_##NAME), [MEAN] = LEVEL(sum_##NAME), [PROD] = LEVEL(prod_##NAME), MIN_MAX(NAME)
+    [SUM] = LEVEL(sum_##NAME), [MEAN] = LEVEL(sum_##NAME), [PROD] = LEVEL(prod_##NAME), MIN_MAX(NAME),           \
+    [FSUM] = LEVEL(join_exactly)
 #define INTEGER(DTYPE, SIGN_FREE, ORDERED, BYTES)                                                 \
     {DTYPE, BYTES, BYTES, 1, NULL, NULL, NULL, NULL, {SHARED(SIGN_FREE), MIN_MAX(ORDERED)}}
 #define FLOAT16_OR_8(NAME, BYTES)                                                                 \
@@ -202,9 +220,11 @@ static const Arithmetic LEVEL(table)[DTYPES] = {
     FLOAT16_OR_8(float8_e4m3fn, 1),
     FLOAT16_OR_8(float8_e5m2, 1),
     {"complex64", 8, 8, 2, NULL, NULL, NULL, LEVEL(divide_f32),
-     {[SUM] = LEVEL(sum_f32), [MEAN] = LEVEL(sum_f32), [PROD] = COMPLEX_LEVEL(prod_c64)}},
+     {[SUM] = LEVEL(sum_f32), [MEAN] = LEVEL(sum_f32), [PROD] = COMPLEX_LEVEL(prod_c64),
+      [FSUM] = LEVEL(join_exactly)}},
     {"complex128", 16, 16, 2, NULL, NULL, NULL, LEVEL(divide_f64),
-     {[SUM] = LEVEL(sum_f64), [MEAN] = LEVEL(sum_f64), [PROD] = COMPLEX_LEVEL(prod_c128)}},
+     {[SUM] = LEVEL(sum_f64), [MEAN] = LEVEL(sum_f64), [PROD] = COMPLEX_LEVEL(prod_c128),
+      [FSUM] = LEVEL(join_exactly)}},
 };
 
 #undef JOIN

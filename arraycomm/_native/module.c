@@ -155,6 +155,7 @@ static PyObject *reduce_rows(int fold, PyObject *arrays, PyObject *outs, bool ev
         return PyErr_Format(PyExc_ValueError, "there must be a row, and as many results as rows");
     const size_t itemsize = fold_itemsize(fold), total_size = fold_total_size(fold);
     const bool begins = total == Py_None;
+    if (!goes_on(fold) && (more || !begins)) return PyErr_Format(PyExc_ValueError, "an exact sum takes all rows at once");
     Buffers buffers;
     PyObject *result = NULL;
     if (make_room(&buffers, every ? 2 * rows : rows + 2)) return NULL;
@@ -190,6 +191,46 @@ static PyObject *py_fold_on(PyObject *module, PyObject *args)
     (void)module;
     if (!PyArg_ParseTuple(args, "OOiOOp", &number, &total, &before, &arrays, &out, &more)) return NULL;
     return reduce_rows(fold_number(number), arrays, out, false, total, before, more);
+}
+
+/* Add the rows of an array of so many columns to words, or round those of each element. */
+static PyObject *with_words(PyObject *args, bool rounds)
+{
+    PyObject *number, *x, *memory, *result = NULL;
+    Py_ssize_t columns = 1;
+    Py_buffer elements = {0}, words = {0};
+    if (!PyArg_ParseTuple(args, rounds ? "OOO" : "OOOn", &number, &x, &memory, &columns)) return NULL;
+    const int fold = fold_number(number);
+    if (fold < 0 || PyObject_GetBuffer(x, &elements, rounds ? PyBUF_WRITABLE : PyBUF_SIMPLE)) return NULL;
+    if (PyObject_GetBuffer(memory, &words, PyBUF_WRITABLE)) goto end;
+    const size_t nbytes = (size_t)elements.len, size = fold_itemsize(fold), each = exact_words(fold) * sizeof(int64_t);
+    const size_t many = columns > 0 ? (size_t)columns : 0, places = rounds ? nbytes / size : many;
+    if (many == 0 || goes_on(fold) || nbytes % (size * many) || (size_t)words.len != places * each ||
+        (uintptr_t)words.buf % sizeof(int64_t)) {
+        PyErr_SetString(PyExc_ValueError, "there must be whole rows, and the words of an exact sum for each column");
+        goto end;
+    }
+    Py_BEGIN_ALLOW_THREADS
+    if (rounds) run_round_words(fold, words.buf, elements.buf, places);
+    else run_add_rows(fold, elements.buf, nbytes / (size * many), many, words.buf);
+    Py_END_ALLOW_THREADS
+    result = Py_NewRef(Py_None);
+end:
+    if (words.obj) PyBuffer_Release(&words);
+    PyBuffer_Release(&elements);
+    return result;
+}
+
+static PyObject *py_add_rows(PyObject *module, PyObject *args)
+{
+    (void)module;
+    return with_words(args, false);
+}
+
+static PyObject *py_round_words(PyObject *module, PyObject *args)
+{
+    (void)module;
+    return with_words(args, true);
 }
 
 static PyObject *py_copy(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
@@ -320,6 +361,10 @@ static PyMethodDef methods[] = {
                "`out` gets a total if more rows are to come.")},
     {"prefixes", (PyCFunction)(void (*)(void))py_prefixes, METH_FASTCALL,
      PyDoc_STR("prefixes(number, rows, outs): write the fold of the rows up to row k to `outs[k]`.")},
+    {"add_rows", py_add_rows, METH_VARARGS,
+     PyDoc_STR("add_rows(number, x, words, columns): add the rows of an array to the words of each column's exact sum.")},
+    {"round_words", py_round_words, METH_VARARGS,
+     PyDoc_STR("round_words(number, out, words): round the exact sum of each element, whose words change.")},
     {"copy", (PyCFunction)(void (*)(void))py_copy, METH_FASTCALL,
      PyDoc_STR("copy(out, x): copy past the caches, for another core to read.")},
     {"reduce_chunks", py_reduce_chunks, METH_VARARGS,

@@ -5,7 +5,9 @@ It shares no code with the folds under test, so that it does not share their mis
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 from typing import Final
 
 import ml_dtypes
@@ -29,8 +31,8 @@ DTYPES: Final = [*BOOL, *INTEGER, *NARROW, *FLOAT, *COMPLEX]
 OPS: Final = {
     "bool": ["min", "max", "and", "or", "xor"],
     "integer": ["sum", "prod", "min", "max", "and", "or", "xor"],
-    "real": ["sum", "mean", "prod", "min", "max"],
-    "complex": ["sum", "mean", "prod"],
+    "real": ["sum", "mean", "prod", "min", "max", "fsum"],
+    "complex": ["sum", "mean", "prod", "fsum"],
 }
 
 
@@ -49,6 +51,8 @@ CASES: Final = [(dtype, op) for dtype in DTYPES for op in OPS[family(dtype)]]
 def expected(arrays: Sequence[Array], op: str) -> Array:
     """Fold arrays of one shape and dtype in their order; return a new array of that dtype."""
     dtype = arrays[0].dtype
+    if op == "fsum":
+        return _exactly(arrays)
     first, *others = (a.astype(np.float32) if dtype in NARROW else a for a in arrays)
     step = _STEPS[op]
     folded = first.copy()
@@ -59,6 +63,48 @@ def expected(arrays: Sequence[Array], op: str) -> Array:
         if op == "mean":
             folded = _divided(folded, len(arrays))
         return folded.astype(dtype)
+
+
+def _exactly(arrays: Sequence[Array]) -> Array:
+    """Sum element by element by `math.fsum`, but without its exceptions."""
+    shape, dtype = arrays[0].shape, arrays[0].dtype
+    part = np.empty(0, dtype).real.dtype
+    columns = np.stack([np.ascontiguousarray(a).reshape(-1).view(part) for a in arrays], axis=-1)
+    # By way of doubles and floats that are odd unless they are exact, so that nothing is rounded
+    # twice.
+    with np.errstate(all="ignore"):
+        wide = [_exact_sum(column) for column in columns.astype(np.float64).tolist()]
+        found, left = np.array([*wide, (0.0, 0.0)]).T
+        if part != np.float64:
+            found = _odd(found, left)
+        if part in NARROW:
+            single = found.astype(np.float32)
+            found = _odd(single, found - single)
+        return found[:-1].astype(part).view(dtype).reshape(shape)
+
+
+def _exact_sum(numbers: list[float]) -> tuple[float, float]:
+    """Return the rounded sum, and a number with the sign of what is left."""
+    special = [number for number in numbers if not math.isfinite(number)]
+    if special:
+        return sum(special), 0.0
+    try:
+        found = math.fsum(numbers)
+        return found, math.fsum([*numbers, -found])
+    except OverflowError:
+        exact = sum(map(Fraction, numbers))
+    try:
+        # Division of integers is rounded once.
+        found = exact.numerator / exact.denominator
+    except OverflowError:
+        return math.inf if exact > 0 else -math.inf, 0.0
+    return found, float((exact > found) - (exact < found))
+
+
+def _odd(rounded: Array, left: Array) -> Array:
+    bits = rounded.view(f"u{rounded.itemsize}")
+    beside = np.nextafter(rounded, np.copysign(np.inf, left).astype(rounded.dtype))
+    return np.where((left == 0) | np.isnan(left) | (bits & 1 == 1), rounded, beside)
 
 
 def _smaller(a: Array, b: Array) -> Array:
