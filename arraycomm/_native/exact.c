@@ -47,9 +47,10 @@ static void widen(const Arithmetic *with, double *reals, const void *elements, s
  * that is odd. It is rounded to a format of fewer bits as the number itself would be. */
 static inline double make_odd(double sum, double left)
 {
+    const Float64 rest = {left};
     Float64 made = {sum};
-    const int64_t beside = (left > 0) == (sum > 0) ? 1 : -1, inexact = (left > 0) | (left < 0);
-    made.bits += (uint64_t)(beside * (inexact & ~made.bits & 1));
+    const uint64_t inexact = (left > 0) | (left < 0), even = ~made.bits & inexact, away = (rest.bits ^ made.bits) >> 63 & even;
+    made.bits += even - 2 * away;
     return made.number;
 }
 
@@ -57,8 +58,9 @@ static inline float make_odd_float(double number)
 {
     Float32 made = {(float)number};
     const double left = number - made.number;
-    const int32_t beside = (left > 0) == (number > 0) ? 1 : -1, inexact = (left > 0) | (left < 0);
-    made.bits += (uint32_t)(beside * (int32_t)(inexact & ~made.bits & 1));
+    const Float32 rest = {(float)left};
+    const uint32_t inexact = (left > 0) | (left < 0), even = ~made.bits & inexact, away = (rest.bits ^ made.bits) >> 31 & even;
+    made.bits += even - 2 * away;
     return made.number;
 }
 
