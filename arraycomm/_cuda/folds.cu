@@ -157,6 +157,7 @@ using dtype_complex128 = Plain<Complex<double>>;
 
 template <class D>
 struct Reduction {
+    static constexpr bool EXACT = false;
     using Total = typename D::Total;
     using Arithmetic = typename D::Arithmetic;
     static DEVICE Total finish(Total total, int) { return total; }
@@ -215,6 +216,12 @@ struct op_max : Reduction<D> {
 BITWISE(op_and, &)
 BITWISE(op_or, |)
 BITWISE(op_xor, ^)
+
+// An exact sum has no total that is an element: see `sum_rows`.
+template <class D>
+struct op_fsum {
+    static constexpr bool EXACT = true;
+};
 
 // ---- fold and prefixes --------------------------------------------------------------------------
 
@@ -276,13 +283,186 @@ DEVICE void reduce_packs(const Rows &call, Size place, Size end) {
     }
 }
 
+// ---- exact sums, as in arraycomm/_native/exact.c ------------------------------------------------
+
+constexpr int SUM_WORDS = 67, NANS = 67, INFINITIES = 68, MINUS_INFINITIES = 69, EXACT_WORDS = 70;
+
+union Float64 {
+    double number;
+    unsigned long long bits;
+};
+
+// The parts of a complex number are summed as two real ones.
+template <class D>
+struct Reals {
+    using Real = D;
+    static constexpr int PARTS = 1;
+};
+template <class T>
+struct Reals<Plain<Complex<T>>> {
+    using Real = Plain<T>;
+    static constexpr int PARTS = 2;
+};
+
+// A rounded sum, and what it has lost: exact, but NaN if anything is not finite.
+struct Added {
+    double sum, lost;
+};
+
+DEVICE Added add(double a, double b) {
+    const double sum = a + b, added = sum - a;
+    return {sum, (a - (sum - added)) + (b - added)};
+}
+
+// Of a number that was rounded, and what is left of it, the one of the two floats beside it that is odd.
+DEVICE double make_odd(double sum, double left) {
+    Float64 made, rest;
+    made.number = sum, rest.number = left;
+    if ((left < 0 || left > 0) && !(made.bits & 1)) made.bits += (made.bits ^ rest.bits) >> 63 ? -1 : 1;
+    return made.number;
+}
+
+DEVICE float make_odd_float(double number) {
+    Float32 made;
+    made.number = float(number);
+    const double left = number - made.number;
+    if ((left < 0 || left > 0) && !(made.bits & 1)) made.bits += (left < 0) != (made.bits >> 31) ? -1 : 1;
+    return made.number;
+}
+
+template <class R>
+struct Narrowing {  // of doubles that are odd, unless they are the elements
+    static constexpr bool ODD = true;
+    static DEVICE typename R::Element narrow(double sum) { return R::narrow(make_odd_float(sum)); }
+};
+template <>
+struct Narrowing<Plain<float>> {
+    static constexpr bool ODD = true;
+    static DEVICE float narrow(double sum) { return float(sum); }
+};
+template <>
+struct Narrowing<Plain<double>> {
+    static constexpr bool ODD = false;
+    static DEVICE double narrow(double sum) { return sum; }
+};
+
+// An exact sum in units of 2^-1074: words of 32 bits each but for the last, and the counts of what is not finite.
+struct Words {
+    long long at[EXACT_WORDS];
+
+    DEVICE void clear() {
+        for (int place = 0; place < EXACT_WORDS; ++place) at[place] = 0;
+    }
+
+    DEVICE void add(double number) {
+        Float64 word;
+        word.number = number;
+        const unsigned long long fraction = word.bits & 0xfffffffffffffULL;
+        const int exponent = int(word.bits >> 52 & 0x7ff);
+        const bool minus = word.bits >> 63;
+        if (exponent == 0x7ff) {
+            ++at[fraction ? NANS : minus ? MINUS_INFINITIES : INFINITIES];
+            return;
+        }
+        const int place = exponent ? exponent - 1 : 0, shift = place % 32;
+        const unsigned long long significand = fraction | (exponent ? 1ULL << 52 : 0);
+        const long long low = significand << shift & 0xffffffffULL, high = significand >> (32 - shift);
+        at[place / 32] += minus ? -low : low;
+        at[place / 32 + 1] += minus ? -high : high;
+    }
+
+    DEVICE void carry() {
+        for (int place = 0; place < SUM_WORDS - 1; ++place) {
+            const long long over = at[place] >> 32;
+            at[place] &= 0xffffffffLL;
+            at[place + 1] += over;
+        }
+    }
+
+    // To nearest even, or to odd. A sum of zeros is +0.
+    DEVICE double rounded(bool odd) const {
+        const unsigned long long infinity = 0x7ff0000000000000ULL;
+        Words sum = *this;
+        Float64 made;
+        made.bits = 0x7ff8000000000000ULL;
+        if (at[NANS] || (at[INFINITIES] && at[MINUS_INFINITIES])) return made.number;
+        made.bits = infinity | (at[MINUS_INFINITIES] ? 1ULL << 63 : 0);
+        if (at[INFINITIES] || at[MINUS_INFINITIES]) return made.number;
+        sum.carry();
+        const unsigned long long sign = sum.at[SUM_WORDS - 1] < 0 ? 1ULL << 63 : 0;
+        if (sign) {
+            for (int place = 0; place < SUM_WORDS; ++place) sum.at[place] = -sum.at[place];
+            sum.carry();
+        }
+        int top = SUM_WORDS - 1, length = 0;
+        while (top > 0 && !sum.at[top]) --top;
+        const unsigned long long high = sum.at[top], middle = top > 0 ? sum.at[top - 1] : 0;
+        const unsigned long long low = top > 1 ? sum.at[top - 2] : 0, whole = high << 32 | middle;
+        unsigned long long below = 0;
+        for (int place = 0; place < top - 2; ++place) below |= sum.at[place];
+        while (high >> length) ++length;
+        const int more = 32 * top + length - 53;  // bits than a double has
+        made.bits = sign | (top ? whole : high);
+        if (more <= 0) return made.number;
+        const unsigned long long first = whole << (32 - length) | low >> length, significand = first >> 11;
+        const unsigned long long behind = low << (32 - length) & 0xffffffffULL;
+        const unsigned long long rest = (first & 0x7ff) << 1 | (below || behind);
+        const bool up = odd ? rest && !(significand & 1) : rest > 0x800 || (rest == 0x800 && significand & 1);
+        const unsigned long long bits = ((unsigned long long)more << 52) + significand + up;
+        made.bits = sign | (bits < infinity ? bits : infinity);
+        return made.number;
+    }
+};
+
+// The sum of one place of all rows: by pairs of doubles if these lose nothing, and else in words, as
+// with EVERY, or if it takes several launches.
+template <class D, bool EVERY>
+DEVICE void sum_rows(const Rows &call, Size place) {
+    using R = typename Reals<D>::Real;
+    using Element = typename R::Element;
+    using N = Narrowing<R>;
+    const auto load = [&](int row) { return double(R::widen(static_cast<const Element *>(call.rows[row])[place])); };
+    const auto store = [&](int out, double sum) { static_cast<Element *>(call.outs[out])[place] = N::narrow(sum); };
+    if (!EVERY && !call.before && !call.more) {
+        Added total = {load(0), 0};
+        double failed = 0;
+        for (int row = 1; row < call.count; ++row) {
+            const Added next = add(total.sum, load(row)), lost = add(total.lost, next.lost);
+            failed += lost.lost < 0 ? -lost.lost : lost.lost;
+            total = {next.sum, lost.sum};
+        }
+        const Added sum = add(total.sum, total.lost);
+        if (failed == 0) {
+            store(0, N::ODD ? make_odd(sum.sum, sum.lost) : sum.sum);
+            return;
+        }
+    }
+    Words *const carried = static_cast<Words *>(call.carry) + place;
+    Words words;
+    if (call.before) words = *carried;
+    else words.clear();
+    for (int row = 0; row < call.count; ++row) {
+        words.add(load(row));
+        if (EVERY) store(row, words.rounded(N::ODD));
+    }
+    words.carry();
+    if (call.more) *carried = words;
+    else if (!EVERY) store(0, words.rounded(N::ODD));
+}
+
 // EVERY: the prefix up to each row goes to its own out; otherwise the fold goes to the first out.
 template <class D, class Op, bool EVERY>
 DEVICE void reduce_rows(const Rows &call) {
-    constexpr int COUNT = 16 / sizeof(typename D::Element);
-    const Size packs = call.packed ? call.elements / COUNT : 0;
-    reduce_packs<D, Op, EVERY, COUNT>(call, 0, packs);
-    reduce_packs<D, Op, EVERY, 1>(call, packs * COUNT, call.elements);
+    if constexpr (Op::EXACT) {
+        const Size places = call.elements * Reals<D>::PARTS;
+        for (Size place = Size(blockIdx.x) * blockDim.x + threadIdx.x; place < places; place += Size(gridDim.x) * blockDim.x)
+            sum_rows<D, EVERY>(call, place);
+    } else {
+        constexpr int COUNT = 16 / sizeof(typename D::Element);
+        const Size packs = call.packed ? call.elements / COUNT : 0;
+        reduce_packs<D, Op, EVERY, COUNT>(call, 0, packs);
+        reduce_packs<D, Op, EVERY, 1>(call, packs * COUNT, call.elements);
+    }
 }
 
 // ---- pieces -------------------------------------------------------------------------------------

@@ -21,7 +21,8 @@ from arraycomm._arrays.device_memory import DeviceBuffer
 from arraycomm._cuda.driver import call
 from arraycomm._dtypes import DType, name_of
 from arraycomm._errors import BackendUnavailableError
-from arraycomm._folds.by_numpy import total_dtype
+from arraycomm._folds.by_numpy import goes_on, total_dtype
+from arraycomm._folds.exact import WORD, words_of
 
 Array = np.ndarray[Any, Any]
 
@@ -108,9 +109,8 @@ class Kernels:
         argument = np.empty(ROWS_BYTES // 8, np.int64)
         narrow = argument[-2:].view(np.int32)
         packed = _packed(dtype, [*rows, *outs])
-        carry = (
-            self._allocate(count * total_dtype(dtype).itemsize) if len(rows) > MAX_ROWS else None
-        )
+        carried = total_dtype(dtype).itemsize if goes_on(op) else words_of(dtype) * WORD.itemsize
+        carry = self._allocate(count * carried) if len(rows) > MAX_ROWS else None
         argument[2 * MAX_ROWS :] = 0 if carry is None else carry.address, count, 0, 0
         at_once = PACK_BYTES // dtype.itemsize if packed else 1
         blocks = min(-(-count // (at_once * THREADS)), MAX_BLOCKS)

@@ -22,7 +22,7 @@ import numpy as np
 
 from arraycomm._arrays.buffer import Array, allocate
 from arraycomm._dtypes import DType
-from arraycomm._folds import total_dtype
+from arraycomm._folds import goes_on, total_dtype
 from arraycomm._native import compiled
 from arraycomm._protocol.details import exchange_details
 from arraycomm._reduce.segment import (
@@ -60,10 +60,14 @@ _LARGE: Final = 8 << 20
 _MANY: Final = 16
 
 
-def is_preferred(transport: Transport, dtypes: Iterable[DType], nbytes: int) -> bool:
-    """Return whether elements of these dtypes are better reduced along a chain than by slices."""
+def is_preferred(transport: Transport, op: str, dtypes: Iterable[DType], nbytes: int) -> bool:
+    """Return whether elements of these dtypes are better reduced along a chain than by slices.
+
+    An exact sum has no total that could go from node to node: one rank folds a slice of all ranks'
+    elements.
+    """
     chain = transport.chain
-    if chain is None:
+    if chain is None or not goes_on(op):
         return False
     widest = max(total_dtype(dtype).itemsize // dtype.itemsize for dtype in dtypes)
     return is_quicker(nbytes, chain.nodes, chain.lanes, widest)

@@ -44,7 +44,7 @@ def select(link: Link, op: object, dtype: DType, nbytes: int) -> Algorithm:
     if algorithm is Algorithm.SLICES and isinstance(link, Transport):
         if is_preferred(link, nbytes):
             return Algorithm.SEGMENT
-        if chain.is_preferred(link, [dtype], nbytes):
+        if chain.is_preferred(link, op, [dtype], nbytes):
             return Algorithm.CHAIN
     return algorithm
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from itertools import groupby, pairwise
 from typing import Any, Final
@@ -11,12 +11,12 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 from arraycomm._arrays.buffer import Array, BufferView
-from arraycomm._folds import fold
+from arraycomm._folds import fold, goes_on
 from arraycomm._protocol.agreement import Agreement
 from arraycomm._protocol.group import Group
 from arraycomm._reduce import algorithms, chain
 from arraycomm._reduce.segment import ROWS, SharedSegment, segment_of
-from arraycomm._transports.base import Steps, Transport
+from arraycomm._transports.base import Bytes, Steps, Transport
 from arraycomm._trees.buffers import BufferPool, Packed, Sources, copy_into
 from arraycomm._trees.held import ChunkTables, Held, hold, table_of
 from arraycomm._trees.layout import LeafSlot, Message, Part, Spec, cut, lay_out, messages, slots_of
@@ -65,7 +65,7 @@ class Fusion:
             packed.clear_gaps()
         return packed
 
-    def prepare(self, memory: TreeMemory) -> Steps:
+    def prepare(self, memory: TreeMemory, op: str) -> Steps:
         """Return the shared segment through which the leaves travel, or None; collective."""
         group = memory.group
         if group.size == 1 or self.nbytes <= group.inline_bytes:
@@ -74,7 +74,7 @@ class Fusion:
         if transport.chain is None:
             return (yield from segment_of(transport))
         dtypes = {bucket.dtype for bucket in self.buckets}
-        if not chain.is_preferred(transport, dtypes, self.nbytes):
+        if not chain.is_preferred(transport, op, dtypes, self.nbytes):
             return None
         return (yield from chain.segment_of(transport))
 
@@ -93,10 +93,12 @@ class Fusion:
         from there. If leaves may be overwritten, results of large ones are written there instead.
         """
         if memory.group.size == 1:
-            # The fold of one rank's leaves is these leaves.
+            # The fold of one rank's leaves is these leaves, but for zeros in an exact sum.
             self.pack(packed, sources)
+            if not goes_on(op):
+                self._fold_rows([packed.split(packed.buffer.copy())], packed, op)
             return _NONE
-        segment = yield from self.prepare(memory)
+        segment = yield from self.prepare(memory, op)
         if segment is not None:
             over = _NONE
             if may_overwrite and not isinstance(sources, Held):
@@ -177,6 +179,9 @@ class Fusion:
     def fold_payloads(self, group: Group, packed: Packed, agreement: Agreement, op: str) -> None:
         """Fold the payloads of the ranks' headers into `packed`."""
         rows = [packed.split(agreement.payload(r, self.nbytes)) for r in range(group.size)]
+        self._fold_rows(rows, packed, op)
+
+    def _fold_rows(self, rows: Sequence[list[Bytes]], packed: Packed, op: str) -> None:
         for number, bucket in enumerate(self.buckets):
             parts = [row[number].view(bucket.dtype) for row in rows]
             fold(op, bucket.dtype, parts, packed.memory[number].view(bucket.dtype))

@@ -166,7 +166,7 @@ class MakePlan(Operation):
     def steps(self, agreement: Agreement) -> Steps:
         plan = self._plan
         plan.memory.plans[plan.fusion.specs] = plan.fusion
-        yield from plan.fusion.prepare(plan.memory)
+        yield from plan.fusion.prepare(plan.memory, plan.op)
 
     def result(self, agreement: Agreement) -> Plan:
         return self._plan
