@@ -31,7 +31,7 @@ from arraycomm._errors import (
     TransportError,
 )
 from arraycomm._explain import explain
-from arraycomm._functions import allreduce_gradients, allreduce_tree, synchronize
+from arraycomm._functions import allreduce_gradients, allreduce_tree, fsum, synchronize
 from arraycomm._messages.matching import ANY_SOURCE, ANY_TAG, PROC_NULL, Status
 from arraycomm._native.build import installed_version
 from arraycomm._println import println
@@ -100,6 +100,7 @@ __all__ = [
     "exchange",
     "explain",
     "finalize",
+    "fsum",
     "init",
     "is_initialized",
     "join",

@@ -5,7 +5,7 @@ import threading
 import numpy as np
 import pytest
 
-from arraycomm._folds import fold, fold_on, total_dtype
+from arraycomm._folds import fold, fold_on, goes_on, total_dtype
 from arraycomm._folds.float16 import round_to_half, widen_half
 from arraycomm._folds.ieee import ieee_mode, in_ieee_mode
 from tests.support.oracle import CASES, IDS, same_result, sample
@@ -58,7 +58,7 @@ def test_rows_of_one_array_are_folded_as_others(dtype, op) -> None:
         assert one.tobytes() == other.tobytes()
 
 
-@pytest.mark.parametrize(("dtype", "op"), CASES, ids=IDS)
+@pytest.mark.parametrize(("dtype", "op"), [case for case in CASES if goes_on(case[1])], ids=str)
 def test_a_fold_in_parts_has_the_bits_of_the_whole(dtype, op) -> None:
     """Each part goes on from the total of those before; of none of a part's rows, one or several."""
     for parts, count in (((1,), 1), ((1, 1), 0), ((2, 1, 3), 9_001), ((9, 8), 1)):
@@ -73,6 +73,13 @@ def test_a_fold_in_parts_has_the_bits_of_the_whole(dtype, op) -> None:
             fold_on(op, dtype, total, before, rows, out, more=more)
             total, before = out, before + length
         assert same_result(result, whole, op)
+
+
+def test_an_exact_sum_has_no_parts() -> None:
+    rows, out = [np.ones(3)], np.empty(3)
+    for total, more in ((None, True), (rows[0], False)):
+        with pytest.raises(ValueError, match="takes all rows at once"):
+            fold_on("fsum", out.dtype, total, 0, rows, out, more=more)
 
 
 def test_mode_is_left_as_it_was_found() -> None:
