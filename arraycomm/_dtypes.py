@@ -85,7 +85,7 @@ _REMEDIES: Final[dict[tuple[Kind, str], str]] = {
     (Kind.BOOL, "sum"): 'use "or", or cast to an integer dtype to count',
     (Kind.BOOL, "prod"): 'use "and", or cast to an integer dtype',
     (Kind.BOOL, "fsum"): 'use "or", or cast to an integer dtype and use "sum" to count',
-    (Kind.INTEGER, "fsum"): 'use "sum", which is exact for integers as long as the dtype has it',
+    (Kind.INTEGER, "fsum"): 'use "sum", which is exact for integers unless it wraps',
     (Kind.BOOL, "mean"): "cast to a floating dtype first",
     (Kind.INTEGER, "mean"): "cast to a floating dtype first",
     (Kind.COMPLEX, "min"): "complex numbers have no order; reduce a real quantity instead",

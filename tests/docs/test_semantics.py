@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import permutations, product
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +94,17 @@ def _check_rank_order(dtype: np.dtype[Any], op: str) -> None:
         assert _reduced(_values(big, -big, 1, dtype=dtype), op)[0] != 0
 
 
+def _check_any_order(dtype: np.dtype[Any], op: str) -> None:
+    limits = ml_dtypes.finfo(dtype)
+    unit, largest = float(limits.eps), float(limits.max)
+    for values in permutations((1.0, unit / 2, largest, -largest)):
+        assert _reduced(_values(*values, dtype=dtype), op)[0] == 1
+    for values in permutations((1.0, unit / 2, float(limits.smallest_subnormal))):
+        assert _reduced(_values(*values, dtype=dtype), op)[0] == 1 + unit
+    assert not np.signbit(_reduced(_values(-0.0, -0.0, dtype=dtype), op).real)[0]
+    assert np.isnan(_reduced(_values(1.0, np.nan, dtype=dtype), op)[0])
+
+
 def _check_parts(dtype: np.dtype[Any], op: str) -> None:
     got = _reduced(_values(*[complex(np.inf, 0)] * 3, dtype=dtype), op)
     assert got[0].real == np.inf
@@ -147,6 +158,7 @@ def _check_bits(dtype: np.dtype[Any], op: str) -> None:
 CHECKS = {
     "wraps": _check_wraps,
     "rank order": _check_rank_order,
+    "any order": _check_any_order,
     "rank order, then divided": _check_rank_order,
     "part by part": _check_parts,
     "by its parts": _check_product,
