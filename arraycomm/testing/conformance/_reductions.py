@@ -303,10 +303,14 @@ class ReductionLaws:
         self, comm: Communicator, reduction: Reduction, order: Sequence[int]
     ) -> None:
         """It does not matter which rank has the minimum, the maximum or a NaN."""
-        op, given_arrays = reduction
-        straight = elements_of(comm.allreduce(given_arrays.build(comm.rank), op))
-        permuted = elements_of(comm.allreduce(given_arrays.build(order[comm.rank]), op))
-        check_elements(permuted, straight, op)
+        _check_order(comm, reduction, order)
+
+    @law(reduction=reductions(("fsum",)), order=orders_of_ranks())
+    def test_exact_sums_commute(
+        self, comm: Communicator, reduction: Reduction, order: Sequence[int]
+    ) -> None:
+        """It does not matter which rank has which summand."""
+        _check_order(comm, reduction, order)
 
     @law(x=equal_arrays())
     def test_mean_of_equal_values_is_that_value(self, comm: Communicator, x: Any) -> None:
@@ -337,6 +341,13 @@ class ReductionLaws:
             want = reduction.fold()
         for result in (comm.allreduce(x, reduction.op), comm.reduce(x, reduction.op)):
             check_elements(check_like(result, x), want)
+
+
+def _check_order(comm: Communicator, reduction: Reduction, order: Sequence[int]) -> None:
+    op, given_arrays = reduction
+    straight = elements_of(comm.allreduce(given_arrays.build(comm.rank), op))
+    permuted = elements_of(comm.allreduce(given_arrays.build(order[comm.rank]), op))
+    check_elements(permuted, straight, op)
 
 
 def _lopsided(a: Any, b: Any) -> Any:
