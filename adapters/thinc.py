@@ -15,6 +15,8 @@ from arraycomm.adapters import numpy as plain
 
 __all__ = ["DistributedOptimizer", "synchronize"]
 
+PLAYS_VIRTUAL_RANKS: Final = True
+
 _finish_update: Final = Model.finish_update
 _CLASS: Final = (("the class of the optimizer", "thinc.api.Optimizer"),)
 
@@ -84,7 +86,7 @@ class Distributed(plain.Distributed):
         self, key: tuple[int, str], weights: Any, gradient: Any, *, lr_scale: float = 1.0
     ) -> Any:
         """Update one parameter, with a reduction of its own; collective."""
-        if self._gradients.accumulate > 1:
+        if self._gradients.accumulate > 1 or self._gradients.virtual is not None:
             self._gradients.fail(
                 ValueError(
                     "DistributedOptimizer: gradients that are accumulated must come together; got "

@@ -13,6 +13,7 @@ from arraycomm._trees.reduce import (
     DEFAULT_BUCKET_BYTES,
     AllreduceGradients,
     AllreduceTree,
+    ReduceOnto,
     call_tree,
 )
 from arraycomm._trees.synchronize import Synchronize
@@ -73,6 +74,7 @@ def allreduce_gradients(
     op: str = "mean",
     *,
     missing: str = "zeros",
+    onto: Any = None,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     compression: str | None = None,
     comm: Communicator | None = None,
@@ -89,6 +91,9 @@ def allreduce_gradients(
     missing : str
         "zeros": None on some ranks counts as zeros of the other ranks' shape and dtype. "error":
         None on some ranks raises `MismatchError`.
+    onto : pytree, optional
+        A total to go on from, with `op="sum"`: what a call with `onto` has returned, the same on
+        every rank, or `()` to begin. The ranks' gradients are added to it in rank order. See Notes.
     bucket_bytes : int
         Leaves are fused into messages of about this many bytes.
     compression : str, optional
@@ -104,14 +109,23 @@ def allreduce_gradients(
     -------
     pytree
         As for `allreduce_tree`. A leaf that is None on all ranks stays None; a leaf that is None
-        here and not on another rank becomes an array like the tree's first.
+        here and not on another rank becomes an array like the tree's first. With `onto`, the new
+        total: floats of 16 and 8 bits are then float32, which is not rounded to them.
 
     Notes
     -----
+    With `onto`, the gradients of k parts of a batch have one sum, to the bit, on any number of
+    ranks: in turn t, each rank r passes those of part t · size + r. A rank without a part in the
+    last turn passes -0.0 everywhere, which changes no number that it is added to; None would count
+    as zeros, which make 0.0 of -0.0. Gradients on devices go through host memory.
+
     Gradients are reduced in every step, so memory for results of these shapes is kept until a call
     has other shapes: twice the tree's bytes at most. It is used again once its results are gone.
     """
     comm = comm or world()
+    if onto is not None:
+        arguments = trees_of(comm), tree, op, onto, bucket_bytes, compression, missing
+        return runner_of(comm).call_within(timeout, ReduceOnto, *arguments)
     rest = (op, bucket_bytes, compression, missing)
     return call_tree(runner_of(comm), timeout, AllreduceGradients, trees_of(comm), tree, rest)
 

@@ -24,6 +24,9 @@ __all__ = [
     "synchronize",
 ]
 
+# Its optimizers may have fewer ranks than those as which they train.
+PLAYS_VIRTUAL_RANKS: Final = True
+
 _METHODS: Final = ("update", "step", "__call__")
 _PROTOCOL: Final = (
     "a torch optimizer, an optax transformation, a thinc optimizer, an object with a method "
@@ -367,4 +370,6 @@ def _parts(function: str, optimizer: Any) -> tuple[Any, Any, Any]:
             "returned"
         )
     own = vars(optimizer)
+    if own["_gradients"].virtual is not None:
+        own["_gradients"].virtual.check_between_steps(function)
     return own["_optimizer"], own["_gradients"], own["_sharding"]

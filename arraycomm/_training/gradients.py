@@ -10,11 +10,13 @@ from functools import partial
 from typing import Any, Final, NoReturn, Self
 from weakref import WeakValueDictionary
 
+from arraycomm._arrays.results import to_framework
 from arraycomm._calls.operation import Context
 from arraycomm._calls.runner import OperationClass
 from arraycomm._communicator import Communicator, group_of, runner_of, trees_of
 from arraycomm._entries import entry
 from arraycomm._errors import naming
+from arraycomm._protocol.agreement import Agreement
 from arraycomm._protocol.header import Settings
 from arraycomm._training.arithmetic import Operand, added, divided, operand_of, restored, widened
 from arraycomm._training.comparison.verification import Inputs, Look, Shows, Verification
@@ -23,11 +25,12 @@ from arraycomm._training.compressed.compressor import Compressor
 from arraycomm._training.numbered import NumberedGradients, Numbering, Where
 from arraycomm._training.rounds import Leaves, Rounds
 from arraycomm._training.shards import Shards
+from arraycomm._training.virtual import VirtualRanks
 from arraycomm._training.weighted import Block, HandOver, WeightedGradients
 from arraycomm._trees.fusion import TreeMemory
 from arraycomm._trees.leaves import check_leaf
 from arraycomm._trees.pytrees import flatten
-from arraycomm._trees.reduce import AllreduceGradients
+from arraycomm._trees.reduce import AllreduceGradients, prototypes
 
 _NAME: Final = AllreduceGradients.name
 
@@ -64,7 +67,11 @@ class Gradients:
         verification: Verification,
         overlapping: bool = False,
         shards: Shards | None = None,
+        virtual: VirtualRanks | None = None,
     ) -> None:
+        self.virtual = virtual
+        # By which the ranks' gradients are reduced.
+        self.op_of_ranks = op if virtual is None else "sum"
         self.comm, self.op, self.accumulate, self.shards = comm, op, accumulate, shards
         self._shared, self.verification = shared, verification
         # Returns what a step depends on, if the adapter knows it before.
@@ -81,7 +88,7 @@ class Gradients:
             "compression": self.compressor.dtype,
         }
         # For adapters whose gradients can be reduced as they are computed, if all ranks' can.
-        self.rounds = Rounds(comm, op, self.options) if overlapping else None
+        self.rounds = Rounds(comm, self.op_of_ranks, self.options) if overlapping else None
         # The parameters of each bucket, by their numbers, once the ranks have agreed on them.
         self.division: list[list[int]] | None = None
         # Applies a step's gradients on a rank without data, if the adapter can; see `join`.
@@ -116,6 +123,11 @@ class Gradients:
         if self.keeps:
             self.keep(tree)
             return False, None
+        if self.virtual is not None:
+            applies = self.virtual.is_last
+            reduced = self._reduce(tree, numbering, look)
+            self.virtual.next_round()
+            return applies, reduced
         reduced = self._reduce(tree, numbering, look)
         # Only now: if the call failed, the ranks can make it again.
         self._steps, self._sums = 0, []
@@ -164,7 +176,8 @@ class Gradients:
     @property
     def settings(self) -> tuple[Any, ...]:
         """What two optimizers of one parameter must have in common."""
-        return group_of(self._shared), self.op, self.accumulate, self.compressor.described
+        count = None if self.virtual is None else self.virtual.count
+        return group_of(self._shared), self.op, self.accumulate, self.compressor.described, count
 
     @property
     def joined(self) -> bool:
@@ -240,11 +253,15 @@ class Gradients:
             self.rounds.finish_step(skipped=skipped, kept=not self._has_reduced)
         if self._has_reduced:
             self._steps, self._has_reduced = 0, False
+        if self.virtual is not None:
+            self.virtual.next_round()
 
     def renumber(self, numbers: dict[int, int], count: int) -> None:
         """Give what is remembered of parameters their new numbers, of so many; drop the others'."""
         if self.compressor.states is not None:
             self.compressor.states.renumber(numbers)
+        if self.virtual is not None:
+            self.virtual.renumber(numbers)
         if self._sums:
             sums: list[Sum | None] = [None] * count
             for old, new in numbers.items():
@@ -262,6 +279,7 @@ class Gradients:
         made.verification, made.inputs = self.verification.copy(), None
         made.adopt = lambda settings: None
         made._sums = list(self._sums)
+        made.virtual = None if self.virtual is None else self.virtual.copy()
         made.compressor = self.compressor.copy()
         made.rounds = None if self.rounds is None else self.rounds.copy()
         return made
@@ -322,10 +340,27 @@ class OptimizerStep(NumberedGradients):
         look: Shows,
     ) -> None:
         sent = gradients.compressor.fed_back_tree(gradients.mean_of_steps(tree))
-        counted, options = (where, numbering, look), gradients.options
-        super().__init__(context, memory, sent, gradients.op, *counted, **options)
+        counted, options = (where, numbering, look), dict(gradients.options)
+        self._virtual = gradients.virtual
+        if self._virtual is not None:
+            options["onto"] = self._virtual.onto(range(len(flatten(sent).leaves)))
+        super().__init__(context, memory, sent, gradients.op_of_ranks, *counted, **options)
+        self.leaves.check_reducible(gradients.op)
         made = self.signature
         self.signature = replace(made, settings=(*made.settings, *_place(gradients)))
+
+    def result(self, agreement: Agreement) -> Any:
+        made = super().result(agreement)
+        if self._virtual is None:
+            return made
+        self._virtual.note(dict(enumerate(made)))
+        means = self._virtual.complete()
+        likes = prototypes(self.leaves.views)
+        reduced = [
+            to_framework(means[number], like) if number in means else None
+            for number, like in enumerate(likes)
+        ]
+        return self.leaves.rebuild(reduced) if means else None
 
 
 class JoinedReduction(WeightedGradients):
@@ -374,7 +409,9 @@ def _place(gradients: Gradients) -> Settings:
     """Return what the ranks compare, so that none is a step behind the others."""
     count = gradients.failed_steps
     failed = (("steps in which the optimizer raised", count),) if count else ()
-    return *gradients.place, *failed
+    virtual = gradients.virtual
+    turn = () if virtual is None else (("round of virtual ranks", virtual.round),)
+    return *gradients.place, *failed, *turn
 
 
 def _taken(gradients: Gradients) -> Settings:
@@ -393,6 +430,11 @@ def _others(gradients: Gradients) -> Settings:
 def _number_in_join(gradients: Gradients) -> int:
     """Return an optimizer's number for ranks without data; raise if they cannot take its steps."""
     gradients.compressor.check_outside_join()
+    if gradients.virtual is not None:
+        raise ValueError(
+            "inside join there are no virtual ranks, since a rank without data would play none; got "
+            f"an optimizer with virtual_ranks={gradients.virtual.count}"
+        )
     if gradients.accumulate > 1:
         raise ValueError(
             "inside join gradients cannot be accumulated, since ranks that have no more steps "

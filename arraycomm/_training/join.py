@@ -22,6 +22,7 @@ from arraycomm._training.shards import NAME as EXCHANGE
 from arraycomm._training.weighted import Block, WeightedGradients, bits_of, shadow_gradients
 from arraycomm._transports.base import Steps
 from arraycomm._trees.fusion import TreeMemory
+from arraycomm._trees.reduce import ReduceOnto
 from arraycomm._trees.synchronize import Synchronize
 
 
@@ -146,6 +147,8 @@ class Join(Block, Guard, ProcessBound):
     def substitute(self, operation: Any) -> Any:
         """Return the form of an operation that ranks without data can take part in."""
         name = operation.name
+        if operation is ReduceOnto:
+            refuse(f"{name} with onto")
         if name == WeightedGradients.name:
             return operation if issubclass(operation, WeightedGradients) else self._weighted
         if name == JoinedMeanMetrics.name:

@@ -16,6 +16,7 @@ from arraycomm._calls.operation import Context, Operation
 from arraycomm._communicator import Communicator, runner_of, trees_of
 from arraycomm._dtypes import DType, Kind, kind_of
 from arraycomm._entries import entry
+from arraycomm._folds import fold_on
 from arraycomm._protocol.agreement import Agreement, active
 from arraycomm._protocol.details import CallDetail
 from arraycomm._protocol.header import Signature
@@ -33,6 +34,10 @@ _COMPLEX_SUMS: Final = np.dtype(np.complex128)
 
 
 @overload
+def mean_metrics(
+    tree: TreeT, weight: Any, *, onto: Sequence[Array], comm: Communicator | None = None
+) -> tuple[TreeT, tuple[Array, ...]]: ...
+@overload
 def mean_metrics(tree: float, weight: Any, *, comm: Communicator | None = None) -> float: ...
 @overload
 def mean_metrics(
@@ -41,7 +46,9 @@ def mean_metrics(
 @overload
 def mean_metrics(tree: TreeT, weight: Any, *, comm: Communicator | None = None) -> TreeT: ...
 @entry
-def mean_metrics(tree: Any, weight: Any, *, comm: Communicator | None = None) -> Any:
+def mean_metrics(
+    tree: Any, weight: Any, *, onto: Sequence[Array] | None = None, comm: Communicator | None = None
+) -> Any:
     """Average what the ranks have measured, each as much as its weight says: Σ w·x / Σ w.
 
     Parameters
@@ -51,6 +58,10 @@ def mean_metrics(tree: Any, weight: Any, *, comm: Communicator | None = None) ->
     weight : number
         This rank's weight, zero or more: for example how many samples it has averaged over. What a
         rank of weight 0 passes does not count, even if it is NaN.
+    onto : sequence of ndarray, optional
+        A total to go on from: what a call with `onto` has returned beside its means, the same on
+        every rank, or `()` to begin. The mean is then that of all calls since, and its bits do not
+        depend on the number of ranks if these take turns.
     comm : Communicator, optional
         `world()` by default.
 
@@ -60,7 +71,8 @@ def mean_metrics(tree: Any, weight: Any, *, comm: Communicator | None = None) ->
         A new tree of the same structure, with the same bits on every rank. Python numbers come back
         as floats (complex numbers as complex), arrays as arrays of their kind and dtype; integers
         and booleans are averaged as float64 (float32 in JAX without its 64-bit mode). None stays.
-        If the weights of all ranks are 0, the result is NaN.
+        If the weights of all ranks are 0, the result is NaN. With `onto`, a pair of it and of the
+        new total.
 
     Raises
     ------
@@ -85,7 +97,7 @@ def mean_metrics(tree: Any, weight: Any, *, comm: Communicator | None = None) ->
     [1.25, 1.25]
     """
     comm = comm or world()
-    return runner_of(comm).call(MeanMetrics, trees_of(comm), tree, weight)
+    return runner_of(comm).call(MeanMetrics, trees_of(comm), tree, weight, onto)
 
 
 class MeanMetrics(Operation):
@@ -93,7 +105,14 @@ class MeanMetrics(Operation):
 
     name, code = "mean_metrics", 31
 
-    def __init__(self, context: Context, memory: TreeMemory, tree: Any, weight: Any) -> None:
+    def __init__(
+        self,
+        context: Context,
+        memory: TreeMemory,
+        tree: Any,
+        weight: Any,
+        onto: Sequence[Array] | None = None,
+    ) -> None:
         super().__init__(context)
         local = check_weight(weight)
         self._memory = memory
@@ -105,6 +124,9 @@ class MeanMetrics(Operation):
         self._likes = [_like(leaf) for leaf in self._present]
         self._summands = [_weighted(leaf.array, local) for leaf in self._present]
         self._summands.append(np.array(local, _SUMS))
+        self._goes_on = onto is not None
+        if onto is not None and len(onto):
+            self._go_on_from(onto)
         self._fusion = Fusion(
             tuple((_SUMS, (summand.nbytes // 8,)) for summand in self._summands),
             DEFAULT_BUCKET_BYTES,
@@ -116,8 +138,23 @@ class MeanMetrics(Operation):
         ]
         leaves.check_values()
         settings = leaves.flat.settings(alone=self.group.size == 1)
+        if self._goes_on:
+            settings = (*settings, ("onto a total", 1))
         self.signature = Signature(self.name, leaves=leaves.described(), settings=settings)
         self.nbytes, self.copies = self._fusion.nbytes, len(self._present)
+
+    def _go_on_from(self, onto: Sequence[Array]) -> None:
+        """Add what this rank has measured to a total, if it is the one to do so."""
+        found = [np.asarray(total, _SUMS).reshape(-1) for total in onto]
+        parts = [summand.reshape(-1).view(_SUMS) for summand in self._summands]
+        if [total.shape for total in found] != [part.shape for part in parts]:
+            raise ValueError(
+                "onto must be () or the total of a tree of the same shapes; got "
+                f"{len(found) - 1} leaves for {len(parts) - 1}, or other lengths"
+            )
+        if not self.group.rank:
+            for total, part in zip(found, parts, strict=True):
+                fold_on("sum", _SUMS, total, 0, [part.copy()], part, more=True)
 
     def pack(self, room: int) -> Bytes | None:
         if self._fusion.nbytes > room:
@@ -138,19 +175,26 @@ class MeanMetrics(Operation):
             slot.view(summand.dtype)
             for slot, summand in zip(self._packed.leaves(), self._summands, strict=True)
         ]
+        kept = tuple(slot.copy() for slot in self._packed.leaves()) if self._goes_on else ()
         total = sums[-1][0]
         means = iter(
             to_framework(divided(part.reshape(leaf.shape), total, dtype), like)
             for part, leaf, (like, dtype) in zip(sums[:-1], self._present, self._likes, strict=True)
         )
         views = self._leaves.views
-        return self._leaves.rebuild([None if leaf is None else next(means) for leaf in views])
+        tree = self._leaves.rebuild([None if leaf is None else next(means) for leaf in views])
+        return (tree, kept) if self._goes_on else tree
 
 
 class JoinedMeanMetrics(MeanMetrics):
     """`mean_metrics` inside `join`: ranks that have no data may be among the others."""
 
     negotiable = True
+
+    def __init__(self, context: Context, memory: TreeMemory, tree: Any, *rest: Any) -> None:
+        super().__init__(context, memory, tree, *rest)
+        if self._goes_on:
+            raise ValueError("inside join onto must be None, since ranks without data have no turn")
 
 
 def check_same_leaves(calls: Sequence[CallDetail]) -> None:
@@ -184,10 +228,12 @@ def _like(leaf: BufferView) -> tuple[BufferView, DType]:
 
 
 def _weighted(array: Array, weight: float) -> Array:
-    """Return w·x in double precision; zeros if the weight is 0, whatever x is."""
+    """Return w·x in double precision; what changes no sum if the weight is 0, whatever x is."""
     dtype = _COMPLEX_SUMS if kind_of(array.dtype) is Kind.COMPLEX else _SUMS
     made = np.zeros(array.shape, dtype)
-    if weight:
+    if not weight:
+        np.negative(made, out=made)
+    else:
         with np.errstate(all="ignore"):
             # Part by part: a complex product of an infinity would have a NaN part.
             wide = np.ascontiguousarray(array.astype(dtype)).reshape(-1).view(_SUMS)

@@ -17,6 +17,7 @@ from arraycomm._training.comparison.verification import Shows, compare
 from arraycomm._transports.base import Steps
 from arraycomm._transports.control import ControlChannel
 from arraycomm._trees.fusion import TreeMemory
+from arraycomm._trees.leaves import Onto
 from arraycomm._trees.reduce import AllreduceGradients
 
 # Bits of a header's free word: which dtypes a result cannot have, the step, whether it is marked,
@@ -107,8 +108,9 @@ class NumberedGradients(AllreduceGradients):
         bucket_bytes: int,
         compression: str | None,
         missing: str = "zeros",
+        onto: Onto | None = None,
     ) -> None:
-        super().__init__(context, memory, tree, op, bucket_bytes, compression, missing)
+        super().__init__(context, memory, tree, op, bucket_bytes, compression, missing, onto)
         self._where, self._numbering = where, numbering
         # Another thread may make the steps of what waits behind other calls.
         self._site = call_site() if self.group.engine.queue else None

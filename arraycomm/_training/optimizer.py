@@ -20,6 +20,7 @@ from arraycomm._training.compressed.compression import Compression, check_argume
 from arraycomm._training.gradients import Gradients
 from arraycomm._training.join import PrivateGuard
 from arraycomm._training.shards import Shards
+from arraycomm._training.virtual import VirtualRanks
 from arraycomm._trees.reduce import DEFAULT_BUCKET_BYTES
 
 _ADAPTERS: Final = {
@@ -44,6 +45,7 @@ def DistributedOptimizer(  # noqa: N802
     compression: str | Compression | None = None,
     shard: bool = False,
     verify_every: int = DEFAULT_STEPS,
+    virtual_ranks: int | None = None,
     module: Any = None,
 ) -> T:
     """Make an optimizer reduce the gradients over all ranks before it uses them.
@@ -82,6 +84,12 @@ def DistributedOptimizer(  # noqa: N802
     verify_every : int
         Steps after which the ranks compare digests of their parameters and of the optimizer's state
         again; 0 compares nothing. See Notes.
+    virtual_ranks : int, optional
+        Train as this number of ranks would, with the same bits, on any smaller number: rank r of p
+        plays the virtual ranks r, r + p, r + 2p, … in turn. A step of the program is then a round,
+        in which each rank plays one. Parameters and the optimizer's state change in the last round
+        of a step alone. `DistributedDataContainer` with the same `virtual_ranks` gives the batches.
+        See Notes.
     module : torch.nn.Module, optional
         With torch, the module whose parameters the optimizer updates. It gives them names, and its
         buffers, such as running statistics and masks, are compared as parameters are. Buffers whose
@@ -99,7 +107,9 @@ def DistributedOptimizer(  # noqa: N802
     ------
     ValueError
         The optimizer is distributed already, an argument is out of range, or `module` has none of
-        its parameters. In a step: a closure was passed although gradients are accumulated.
+        its parameters; there are fewer virtual ranks than ranks, or they are combined with
+        `accumulate`, `compression` or `shard`. In a step: a closure was passed although gradients
+        are accumulated, or there are virtual ranks.
     MismatchError
         The arguments differ between ranks. In a step, before it changes anything: what it depends
         on is not the same on all ranks, see Notes. With torch, in a backward pass or a step: some
@@ -141,18 +151,43 @@ def DistributedOptimizer(  # noqa: N802
     `optax.chain(all_reduce(), optax.clip_by_global_norm(1.0), DistributedOptimizer(...))`. All
     ranks' optimizers must then be of one adapter.
 
+    With `virtual_ranks`, the gradients of a round are added to the total of the rounds before, in
+    rank order: ((g₀ + g₁) + g₂) + … for every number of ranks, as on so many ranks, in float32 for
+    floats of 16 and 8 bits. The mean is taken, and rounded, once. What a rank passes in a round
+    without a virtual rank of its own does not count. With torch, `.grad` is None after
+    `backward()`, apart from the last round, where it is the mean; take what belongs to a step, such
+    as that of a `GradScaler` or a scheduler, where `completes_step` of the container is True. In a
+    round there is one backward pass outside of `no_sync`. With optax, the total is in the state.
+
     A copy, also one by `copy.deepcopy`, is distributed over the same ranks; every rank steps the
     original and its copies in the same order. It cannot be pickled: save its state instead.
     """
     shared = comm or world()
     arguments = _Arguments(
-        optimizer, op, bucket_bytes, accumulate, compression, shard, verify_every, module, []
+        optimizer,
+        op,
+        bucket_bytes,
+        accumulate,
+        compression,
+        shard,
+        verify_every,
+        virtual_ranks,
+        module,
+        [],
     )
     private = dup(runner_of(shared), {}, MakeOptimizer, arguments)
     private.set_guard(PrivateGuard(shared))
     own = Communicator(private)
     hide(runner_of(shared), private, own)
     adapter = _adapter_of(optimizer)
+    virtual = None
+    if virtual_ranks is not None:
+        if not arguments.are_alike:
+            raise TypeError(
+                "DistributedOptimizer: with virtual_ranks all ranks' optimizers must be of one "
+                "adapter, since each framework goes on with a total in its own way"
+            )
+        virtual = VirtualRanks(virtual_ranks, op, own.rank, own.size)
     gradients = Gradients(
         own,
         op,
@@ -165,6 +200,7 @@ def DistributedOptimizer(  # noqa: N802
         ),
         overlapping=arguments.are_alike and hasattr(adapter, "REDUCES_IN_BACKWARD"),
         shards=Shards(own, bucket_bytes) if shard else None,
+        virtual=virtual,
     )
     return adapter.distribute(optimizer, gradients, *(() if module is None else (module,)))
 
@@ -179,6 +215,7 @@ class _Arguments(NamedTuple):
     compression: Any
     shard: Any
     verify_every: Any
+    virtual_ranks: Any
     module: Any
     adapters: list[int]
 
@@ -187,8 +224,8 @@ class _Arguments(NamedTuple):
         """Whether all ranks' optimizers are of one framework."""
         return len(set(self.adapters)) == 1
 
-    def check(self) -> str:
-        """Raise if an argument is wrong; return what the ranks compare."""
+    def check(self, ranks: int) -> str:
+        """Raise if an argument is wrong for so many ranks; return what these compare."""
         if self.op not in ("mean", "sum"):
             raise ValueError(f'op must be "mean" or "sum"; got {self.op!r}')
         if self.bucket_bytes < 1:
@@ -209,7 +246,29 @@ class _Arguments(NamedTuple):
         return (
             f", {self.op} {self.bucket_bytes} {self.accumulate} {described(self.compression)}"
             f" {self.verify_every}{self._check_sharding(adapter)}{self._check_module(adapter)}"
+            f"{self._check_virtual_ranks(adapter, ranks)}"
         )
+
+    def _check_virtual_ranks(self, adapter: ModuleType, ranks: int) -> str:
+        """Raise if there cannot be so many virtual ranks; return what ranks compare of them."""
+        count = self.virtual_ranks
+        if count is None:
+            return ""
+        if type(count) is not int or count < ranks:
+            raise ValueError(
+                f"virtual_ranks must be None or at least the number of ranks, {ranks}; got {count!r}"
+            )
+        others = {"accumulate": 1, "compression": None, "shard": False}
+        for name, default in others.items():
+            if (got := getattr(self, name)) != default:
+                raise ValueError(f"with virtual_ranks {name} must be {default}; got {got!r}")
+        if not hasattr(adapter, "PLAYS_VIRTUAL_RANKS"):
+            name = adapter.__name__.rpartition(".")[2]
+            raise TypeError(
+                f"optimizers of {name} cannot have virtual ranks, since {name} decides itself which "
+                "batches a rank gets; pass virtual_ranks=None"
+            )
+        return f" {count} virtual ranks"
 
     def _check_sharding(self, adapter: ModuleType) -> str:
         """Raise if the optimizer cannot be sharded; return what ranks compare of that."""
@@ -245,7 +304,8 @@ class MakeOptimizer(Dup):
         chosen: list[Options],
         arguments: _Arguments,
     ) -> None:
-        super().__init__(context, options, chosen, arguments.check())
+        checked = arguments.check(context.group.size)
+        super().__init__(context, options, chosen, checked)
         self._adapters = arguments.adapters
         self.word = digest(_adapter_of(arguments.optimizer).__name__)
 

@@ -22,6 +22,7 @@ from arraycomm._protocol.header import Signature
 from arraycomm._training.comparison.verification import Shows, nothing_shown
 from arraycomm._training.join import PrivateGuard
 from arraycomm._training.numbered import NumberedGradients, Numbering
+from arraycomm._trees.leaves import Onto
 
 
 class _PlaceGuard(PrivateGuard):
@@ -144,10 +145,11 @@ class GradientCalls:
         place: int = 0,
         missing: str = "zeros",
         look: Shows = nothing_shown,
+        onto: Onto | None = None,
     ) -> Any:
         """Reduce the gradients of an update at a place of a program; 0 is outside of programs."""
         runner, memory = runner_of(self.comm), trees_of(self.comm)
-        options = {**self.options, "missing": missing}
+        options = {**self.options, "missing": missing, "onto": onto}
         with numbering.update(place) as where:
             return runner.call(
                 NumberedGradients, memory, leaves, self.op, where, numbering, look, **options

@@ -9,18 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any, Final, NamedTuple, Self
 
 import numpy as np
 
-from arraycomm._arrays.buffer import Array, BufferView
+from arraycomm._arrays.buffer import Array, BufferView, allocate
 from arraycomm._arrays.views import view
-from arraycomm._dtypes import BY_NAME, DType, check_movable, check_reducible, name_of
+from arraycomm._dtypes import BY_NAME, DType, Kind, check_movable, check_reducible, kind_of, name_of
+from arraycomm._folds import fold_on, total_dtype
 from arraycomm._protocol.details import CallDetail
 from arraycomm._protocol.header import LeafSpec
 from arraycomm._protocol.mismatch import mismatch
 from arraycomm._trees.layout import Spec
-from arraycomm._trees.pytrees import Flat
+from arraycomm._trees.pytrees import Flat, flatten
 
 NUMBERS: Final = (bool, int, float, complex, np.generic)
 NONE: Final = "None"
@@ -87,6 +88,127 @@ class Parts:
         )
         self.device_bytes = sum(
             leaf.device_buffer.nbytes for _, leaf in some if leaf.device_buffer is not None
+        )
+
+
+class Total(NamedTuple):
+    """The sum of one leaf over several calls, in the dtype of sums.
+
+    `dtype` is the leaf's own; None if the caller has passed the sum alone.
+    """
+
+    array: Array
+    dtype: DType | None
+
+
+class Onto:
+    """The totals that a sum over the ranks goes on from, which all ranks have.
+
+    `totals` are those of the leaves, None for one that no call has had; None in place of all begins
+    a total. The ranks' leaves are folded in rank order, so the first rank's total is added to its
+    own leaf, and the fold goes on from there. A rank that does not count adds -0.0, to which every
+    number is the identity: zeros would make 0.0 of -0.0.
+    """
+
+    def __init__(self, totals: Sequence[Total | None] | None, *, counts: bool = True) -> None:
+        self._totals, self._counts = totals, counts
+
+    @classmethod
+    def of(cls, tree: Any, leaves: Sequence[str]) -> Self:
+        """Return a tree that a caller has passed for one with leaves of these paths."""
+        if isinstance(tree, tuple) and not tree:
+            return cls(None)
+        found = Leaves(flatten(tree, "onto"), view)
+        for path, leaf in zip(found.paths, leaves, strict=False):
+            if path.removeprefix("onto") != leaf.removeprefix("tree"):
+                raise ValueError(f"onto must have the structure of the tree; got {path} for {leaf}")
+        return cls([None if leaf is None else Total(leaf.array, None) for leaf in found.views])
+
+    def join(self, leaves: Leaves, rank: int) -> list[BufferView | None]:
+        """Return what this rank adds for each of its leaves; forget those that count nowhere."""
+        if self._totals is not None and len(self._totals) != len(leaves.views):
+            raise ValueError(
+                f"the tree must have the {len(self._totals)} leaves of the total that it is added "
+                f"to; got {len(leaves.views)}"
+            )
+        joined: list[BufferView | None] = []
+        for number, leaf in enumerate(leaves.views):
+            total = self._total(number)
+            if leaf is not None and total is not None:
+                _check_total(total, leaf, leaves.paths[number])
+            if leaf is None or (total is None and not self._counts):
+                leaves.views[number] = None
+                joined.append(None)
+            else:
+                joined.append(self._joined(leaf, total, rank))
+        return joined
+
+    def _total(self, number: int) -> Total | None:
+        return None if self._totals is None else self._totals[number]
+
+    def _joined(self, leaf: BufferView, total: Total | None, rank: int) -> BufferView:
+        if not self._counts and total is not None:
+            return view(identity(total.array.shape, total.array.dtype))
+        wide = total_dtype(leaf.dtype)
+        if rank or self._totals is None:
+            return leaf if wide == leaf.dtype else view(_added(None, leaf.array))
+        before = np.zeros(leaf.shape, wide) if total is None else total.array
+        return view(_added(before, leaf.array))
+
+    def missing(self, number: int, rank: int) -> BufferView | None:
+        """Return what this rank adds for a leaf that only others have; None stands for zeros."""
+        total = self._total(number)
+        if total is None or (self._counts and rank):
+            return None
+        return view(
+            _with_zeros(total.array)
+            if self._counts
+            else identity(total.array.shape, total.array.dtype)
+        )
+
+    def completed(self, made: Sequence[Total | None]) -> list[Total | None]:
+        """Return all totals, after a call that has made those of some leaves.
+
+        A leaf that is missing on all ranks counts as zeros on them.
+        """
+        return [
+            total._replace(array=_with_zeros(total.array))
+            if new is None and (total := self._total(number)) is not None
+            else new
+            for number, new in enumerate(made)
+        ]
+
+
+def _added(total: Array | None, row: Array) -> Array:
+    """Return a row added to a total, as the ranks' rows are folded; without one the row alone."""
+    made = allocate(row.shape, total_dtype(row.dtype))
+    before = None if total is None else np.ascontiguousarray(total).reshape(-1)
+    rows = [np.ascontiguousarray(row).reshape(-1)]
+    fold_on("sum", row.dtype, before, 0, rows, made.reshape(-1), more=True)
+    return made
+
+
+def _with_zeros(total: Array) -> Array:
+    return _added(total, np.zeros(total.shape, total.dtype))
+
+
+def identity(shape: tuple[int, ...], dtype: DType) -> Array:
+    """Return an array that changes nothing that it is added to."""
+    made = np.zeros(shape, dtype)
+    return made if kind_of(dtype) is Kind.INTEGER else np.negative(made)
+
+
+def _check_total(total: Total, leaf: BufferView, path: str) -> None:
+    dtype, wide = total.dtype or total.array.dtype, total_dtype(leaf.dtype)
+    if leaf.shape != total.array.shape:
+        raise ValueError(
+            f"{path} must have the shape of the total that it is added to, {total.array.shape}; "
+            f"got {leaf.shape}"
+        )
+    if wide != total.array.dtype or (total.dtype or leaf.dtype) != leaf.dtype:
+        raise TypeError(
+            f"{path} must have the dtype of the total that it is added to, {name_of(dtype)}; got "
+            f"{name_of(leaf.dtype)}, whose sums are of {name_of(wide)}"
         )
 
 

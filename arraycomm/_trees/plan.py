@@ -22,7 +22,7 @@ from arraycomm._trees.held import Held
 from arraycomm._trees.layout import Spec
 from arraycomm._trees.leaves import NONE, Leaves, Parts
 from arraycomm._trees.pytrees import Flat, flatten
-from arraycomm._trees.reduce import DEFAULT_BUCKET_BYTES, reduce_on_device, results
+from arraycomm._trees.reduce import DEFAULT_BUCKET_BYTES, ReduceOnto, reduce_on_device, results
 
 
 class Plan(ProcessBound):
@@ -34,6 +34,8 @@ class Plan(ProcessBound):
         Like the tree that the plan was made of: the same paths, containers, shapes and dtypes,
         None in the same places. Frameworks and layouts may change from call to call, and differ
         between ranks.
+    onto : pytree, optional
+        A total to go on from, if the op is "sum"; see `allreduce_gradients`.
     timeout : float, optional
         Seconds that this call may wait for other ranks, in place of the communicator's timeout.
 
@@ -93,7 +95,9 @@ class Plan(ProcessBound):
         self._plain = len(self.present) == len(self._specs)
 
     @opaque
-    def __call__(self, tree: TreeT, *, timeout: float | None = None) -> TreeT:
+    def __call__(self, tree: TreeT, *, onto: Any = None, timeout: float | None = None) -> TreeT:
+        if onto is not None:
+            return self._runner.call_within(timeout, RunPlanOnto, self, tree, onto)
         return self._runner.call_within(timeout, RunPlan, self, tree)
 
     def __repr__(self) -> str:
@@ -228,6 +232,22 @@ class RunPlan(Operation):
             return self._flat.rebuild(self._packed.leaves())
         made = results(self._leaves.views, self._present, self._packed, ready=self._reduced)
         return self._leaves.rebuild(made)
+
+
+class RunPlanOnto(ReduceOnto):
+    """See `Plan.__call__`, with `onto`."""
+
+    name, code = RunPlan.name, RunPlan.code
+
+    def __init__(self, context: Context, plan: Plan, tree: Any, total: Any) -> None:
+        plan.check_structure(flatten(tree))
+        self._plan = plan
+        super().__init__(context, plan.memory, tree, plan.op, total, missing="error")
+        plan.check_leaves(self.leaves)
+
+    def fusion_of(self, specs: tuple[Spec, ...]) -> Fusion:
+        # On the host, where a plan keeps those of leaves beside others on devices.
+        return self._plan.fusion_beside_devices(specs, DEFAULT_BUCKET_BYTES)
 
 
 def _signature(operation: str, op: str, leaves: Leaves, containers: Settings) -> Signature:

@@ -25,7 +25,7 @@ from arraycomm._calls.statistics import Count
 from arraycomm._collectives.fast_path import Call, Exchanged, Form, Step, call
 from arraycomm._cuda.placement import DevicePlacement
 from arraycomm._dtypes import DType, Kind, check_op, kind_of
-from arraycomm._folds import fold
+from arraycomm._folds import fold, total_dtype
 from arraycomm._protocol.agreement import Agreement
 from arraycomm._protocol.details import CallDetail
 from arraycomm._protocol.header import LeafSpec, Settings, Signature
@@ -35,7 +35,16 @@ from arraycomm._trees import device_leaves
 from arraycomm._trees.buffers import BYTE, Packed
 from arraycomm._trees.fusion import Fusion, TreeMemory
 from arraycomm._trees.layout import Spec, slots_of
-from arraycomm._trees.leaves import NONE, NUMBERS, Leaves, Parts, agreed_leaves, spec_of
+from arraycomm._trees.leaves import (
+    NONE,
+    NUMBERS,
+    Leaves,
+    Onto,
+    Parts,
+    Total,
+    agreed_leaves,
+    spec_of,
+)
 from arraycomm._trees.pytrees import Outline, flatten, outline_of
 
 DEFAULT_BUCKET_BYTES: Final = 25 << 20
@@ -68,19 +77,27 @@ class AllreduceTree(Operation):
         op: str,
         bucket_bytes: int,
         compression: str | None = None,
+        onto: Onto | None = None,
     ) -> None:
         check_op(op)
         self._flat = flatten(tree)
-        super().__init__(context, context.place_tree(self._flat.leaves))
-        self._memory, self._host = memory, context.host_tree
+        # Totals are added up by the folds of the host.
+        on_host = onto is not None
+        place = context.host_tree if on_host else context.place_tree(self._flat.leaves)
+        super().__init__(context, place)
+        self._memory, self._host, self._onto = memory, context.host_tree, onto
         self.op, self._bucket_bytes, self._compression = op, bucket_bytes, compression
         self.leaves = leaves = Leaves(self._flat, self.placement.view)
         leaves.check_reducible(op)
-        self.parts = Parts(leaves.views, [compressed(d, compression) for d in leaves.dtypes()])
+        # What this rank adds.
+        self.added = leaves.views if onto is None else onto.join(leaves, self.group.rank)
+        dtypes = [leaf.dtype for leaf in self.added if leaf is not None]
+        self.parts = Parts(self.added, [compressed(dtype, compression) for dtype in dtypes])
         self.fusion = self.fusion_of(self.parts.specs)
         self.packed = self.fusion.acquire()
         containers = self._flat.settings(alone=self.group.size == 1)
-        settings = (*settings_of(bucket_bytes, compression), *containers)
+        begun = () if onto is None else (("onto a total", 1),)
+        settings = (*settings_of(bucket_bytes, compression), *containers, *begun)
         self.signature = Signature(self.name, op, leaves=leaves.described(), settings=settings)
         self.nbytes = self.fusion.nbytes + self.parts.device_bytes
         self.copies = len(self.parts.present) + len(self.parts.on_device)
@@ -122,11 +139,23 @@ class AllreduceTree(Operation):
 
     def result(self, agreement: Agreement) -> Any:
         views = self.leaves.views
+        if self._onto is not None:
+            return self._totals(agreement)
         if agreement.calls is None:
             made = results(views, self.parts.present, self.packed, ready=self._reduced)
         else:
             made = results(prototypes(views), self._present, self.packed, self._dtypes)
         return self.leaves.rebuild(made)
+
+    def _totals(self, agreement: Agreement) -> list[Total | None]:
+        """Return the totals of those leaves that any rank has."""
+        present, dtypes = self.parts.present, self.leaves.dtypes()
+        if agreement.calls is not None:
+            present, dtypes = self._present, self._dtypes
+        made: list[Total | None] = [None] * len(self.leaves.views)
+        for index, slot, dtype in zip(present, self.packed.leaves(), dtypes, strict=True):
+            made[index] = Total(slot, dtype)
+        return made
 
     def _reduce_missing(self, calls: Sequence[CallDetail]) -> Steps:
         """Reduce trees in which a leaf may be None on some ranks; the others know its spec."""
@@ -134,15 +163,24 @@ class AllreduceTree(Operation):
         self._check_taken(calls, agreed)
         if self.parts.on_device:
             self.leaves = Leaves(self._flat, self._host.view)
-        views = self.leaves.views
+            self.added = self.leaves.views
         self._present = [n for n, leaf in enumerate(agreed) if leaf.kind != NONE]
         specs = [spec_of(agreed[n]) for n in self._present]
         self._dtypes = [dtype for dtype, _ in specs]
-        sent = tuple((compressed(dtype, self._compression), shape) for dtype, shape in specs)
+        sent = tuple((self._sent(dtype), shape) for dtype, shape in specs)
         fusion = self.fusion_of(sent)
         self.packed = yield from take_together(self.group, self.name, fusion.nbytes, fusion.acquire)
-        sources = [views[n] for n in self._present]
+        sources = [self._source(n) for n in self._present]
         yield from fusion.reduce(self._memory, self.packed, sources, self.op)
+
+    def _sent(self, dtype: DType) -> DType:
+        """Return the dtype in which leaves of a dtype are sent."""
+        return compressed(dtype, self._compression) if self._onto is None else total_dtype(dtype)
+
+    def _source(self, number: int) -> BufferView | None:
+        """Return what this rank adds for a leaf that some rank has; None stands for zeros."""
+        own = self.added[number]
+        return own if own or self._onto is None else self._onto.missing(number, self.group.rank)
 
     def _check_taken(self, calls: Sequence[CallDetail], agreed: Sequence[LeafSpec]) -> None:
         """Raise on all ranks if one of them cannot have a gradient that only others have."""
@@ -172,11 +210,12 @@ class AllreduceGradients(AllreduceTree):
         bucket_bytes: int,
         compression: str | None,
         missing: str = "zeros",
+        onto: Onto | None = None,
     ) -> None:
         if missing not in ("zeros", "error"):
             raise ValueError(f'missing must be "zeros" or "error"; got {missing!r}')
         check_compression(compression)
-        super().__init__(context, memory, tree, op, bucket_bytes, compression)
+        super().__init__(context, memory, tree, op, bucket_bytes, compression, onto)
         self.negotiable = missing == "zeros"
         if self.negotiable and None in self.leaves.views:
             self.word = announced(prototypes(self.leaves.views)[0])
@@ -184,6 +223,38 @@ class AllreduceGradients(AllreduceTree):
 
     def fusion_of(self, specs: tuple[Spec, ...]) -> Fusion:
         return self._memory.gradients(specs, self._bucket_bytes)
+
+
+class ReduceOnto(AllreduceGradients):
+    """`allreduce_gradients` with `onto`."""
+
+    def __init__(
+        self,
+        context: Context,
+        memory: TreeMemory,
+        tree: Any,
+        op: str,
+        total: Any,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        compression: str | None = None,
+        missing: str = "zeros",
+    ) -> None:
+        if op != "sum":
+            raise ValueError(
+                f'with onto op must be "sum"; got {op!r}; divide the last total by their number'
+            )
+        if compression is not None:
+            raise ValueError(f"with onto compression must be None; got {compression!r}")
+        onto = Onto.of(total, flatten(tree).paths)
+        super().__init__(context, memory, tree, op, bucket_bytes, None, missing, onto)
+        self._total = onto
+
+    def result(self, agreement: Agreement) -> Any:
+        totals = self._total.completed(super().result(agreement))
+        pairs = zip(totals, prototypes(self.leaves.views), strict=True)
+        return self.leaves.rebuild(
+            [None if total is None else to_framework(total.array, like) for total, like in pairs]
+        )
 
 
 def check_compression(compression: object) -> None:
