@@ -47,6 +47,7 @@ __all__ = [
 
 # If all ranks' adapters do, gradients are reduced during backward passes.
 REDUCES_IN_BACKWARD: Final = True
+PLAYS_VIRTUAL_RANKS: Final = True
 
 
 def check(optimizer: Any) -> None:
@@ -115,6 +116,10 @@ def _hooked(
     if steps.sharding is not None:
         optimizer.register_state_dict_pre_hook(steps.sharding.refuse_state_dict)
         optimizer.register_load_state_dict_pre_hook(steps.sharding.keep_own)
+    if gradients.virtual is not None:
+        refuse_within = partial(_refuse_within_rounds, gradients)
+        optimizer.register_state_dict_pre_hook(partial(refuse_within, "state_dict"))
+        optimizer.register_load_state_dict_pre_hook(partial(refuse_within, "load_state_dict"))
     if gradients.compressor.states is not None:
         save_with_state_dict(optimizer, gradients.compressor.states)
     _distributed[optimizer] = steps
@@ -303,6 +308,12 @@ class _Steps:
                 f"{self._gradients.accumulate} steps, which a closure, evaluated within one step, "
                 "cannot be; call step() without one, or pass accumulate=1"
             )
+        if self._gradients.virtual is not None:
+            raise ValueError(
+                "DistributedOptimizer: virtual ranks take several steps of the program to one of "
+                "the optimizer, and a closure is evaluated within one; call step() without one, or "
+                "pass virtual_ranks=None"
+            )
         self._evaluating = True
         self.reducer.begin_evaluations()
         evaluate = self._gradients.entry(lambda: self._evaluate(closure))
@@ -371,6 +382,10 @@ def _is_nested(optimizer: torch.optim.Optimizer) -> bool:
     """
     steps = calls_under_way(_HOOKED_STEP)
     return sum(step.f_locals.get("self") is optimizer for step in steps) > 1
+
+
+def _refuse_within_rounds(gradients: Any, what: str, *_: Any) -> None:
+    gradients.virtual.check_between_steps(what)
 
 
 def _groups_of(itself: Any) -> Sequence[dict[str, Any]]:

@@ -148,6 +148,7 @@ class Parameters:
         """Return what this rank adds to the reduction of these parameters' gradients."""
         slots, tensors, own = self.slots, self.tensors, self._reducer
         during = self.accumulated or ()
+        virtual = self.gradients.virtual
         unreduced: dict[int, Any] = {}
         for number in numbers:
             slot, grad = slots[number], tensors[number].grad
@@ -163,6 +164,8 @@ class Parameters:
                 unreduced[number] = None
             else:
                 unreduced[number] = self._unreduced(number)
+            if virtual is not None and virtual.is_complete and unreduced[number] is not None:
+                raise _added_twice(number)
         sent: dict[int, Any] = self.gradients.compressor.fed_back(self.gradients.mean_of(unreduced))
         return sent
 
@@ -279,6 +282,20 @@ class Parameters:
         if self.is_counted:
             self.touched += [number for number, reduced in leaves.items() if reduced is not None]
 
+    def settle_virtual(self, means: Mapping[int, Any], *, sent_only: bool) -> None:
+        """Take over the means of virtual ranks; or before the last round, let go what was sent."""
+        tensors = self.tensors
+        if not sent_only:
+            self.settle({number: _like(tensors[number], mean) for number, mean in means.items()})
+            return
+        for number in self._sent:
+            slot, tensor = self.slots[number], tensors[number]
+            slot.forget_sent()
+            tensor.grad, slot.base = slot.base, None
+            slot.note_reduced(tensor.grad)
+        self._unchanged = False
+        self.touched += self._sent
+
     def settle_all(self, reduced: Sequence[Any]) -> None:
         """Take over the reduced gradients of all parameters."""
         self.settle(dict(enumerate(reduced)))
@@ -298,6 +315,10 @@ class Parameters:
 
     def note_skipped(self) -> None:
         """Go on to the next step if the gradients of this one have been zeroed without it."""
+        virtual = self.gradients.virtual
+        if virtual is not None and virtual.is_complete and not virtual.is_last:
+            # There are none until the last round.
+            return
         if self.touched and self.are_zeroed(self.touched):
             self.finish_step(skipped=True)
 
@@ -346,6 +367,15 @@ def _changed_inside(number: int) -> RuntimeError:
     return RuntimeError(
         f"DistributedOptimizer: the gradient of parameter {number} was changed inside backward(), "
         "before it was reduced, as by a hook after its accumulation; change .grad after backward()"
+    )
+
+
+def _added_twice(number: int) -> RuntimeError:
+    return RuntimeError(
+        f"DistributedOptimizer: the gradient of parameter {number} is in the total of this round of "
+        "virtual ranks, and there is another one; call step() once after the backward pass of each "
+        "round, and run further passes before it in no_sync(optimizer), without re-entrant "
+        "checkpoints"
     )
 
 

@@ -62,8 +62,9 @@ class Reducer:
             self._keep()
             return False
         self._rounds.run_with_others()
+        applies = gradients.virtual is None or gradients.virtual.is_last
         parameters.finish_step()
-        return True
+        return applies
 
     def _keep(self) -> None:
         """Add the gradients of a step to those of the steps before."""

@@ -44,12 +44,27 @@ class BucketRounds:
             # One after the other needs no thread, which would take the core of a rank that folds.
             every = [self._reduce(bucket, place) for bucket in buckets]
         for reduced in every:
-            self._parameters.settle(reduced.leaves)
+            self._take(reduced)
         self._finish(place, backward)
         # The last bucket is never started before the end of the pass.
         return any(other.pending and not other.stepping for other in every[-1].places)
 
+    def _take(self, reduced: Any) -> None:
+        """Take over what one reduction has made, or note the totals for the end of the round."""
+        if self._gradients.virtual is None:
+            self._parameters.settle(reduced.leaves)
+        else:
+            self._gradients.virtual.note(reduced.leaves)
+
+    def _complete(self) -> None:
+        """End a round of virtual ranks: its gradients are the mean, or none before the last."""
+        virtual = self._gradients.virtual
+        if virtual is not None and not virtual.is_complete:
+            means = virtual.complete()
+            self._parameters.settle_virtual(means, sent_only=not virtual.is_last)
+
     def _finish(self, place: Any, backward: Backward | None) -> None:
+        self._complete()
         self._gradients.rounds.finish_round(place)
         self._gradients.forget_sums()
         came = [] if backward is None else list(backward.order)
@@ -57,14 +72,14 @@ class BucketRounds:
 
     def _start(self, bucket: Any, place: Any) -> Any:
         return self._gradients.rounds.start(
-            bucket, self._maker(bucket, place), place, **self._options
+            bucket, self._maker(bucket, place), place, **self._options_of(bucket)
         )
 
     def _reduce(self, bucket: Any, place: Any) -> Any:
         if self._gradients.compressor.hook is not None:
             return self._reduce_by_hook(bucket, place)
         return self._gradients.rounds.reduce(
-            bucket, self._maker(bucket, place), place, **self._options
+            bucket, self._maker(bucket, place), place, **self._options_of(bucket)
         )
 
     def _maker(self, bucket: Any, place: Any) -> Callable[[], Any]:
@@ -73,9 +88,10 @@ class BucketRounds:
             return lambda: bucket.nothing
         return partial(self._parameters.means, bucket.numbers)
 
-    @property
-    def _options(self) -> dict[str, Any]:
-        gradients = self._gradients
+    def _options_of(self, bucket: Any) -> dict[str, Any]:
+        gradients, virtual = self._gradients, self._gradients.virtual
+        if virtual is not None:
+            return {"look": gradients.look, "onto": virtual.onto(sorted(bucket.numbers))}
         # Then `.grad` itself is reduced.
         overwrite = gradients.accumulate == 1 and gradients.compressor.feedback is None
         return {"may_overwrite": overwrite, "look": gradients.look}
@@ -101,6 +117,7 @@ class BucketRounds:
         try:
             while not self._run_in_step():
                 pass
+            self._complete()
             self._gradients.forget_sums()
         finally:
             self._parameters.forget_sent()
@@ -109,12 +126,12 @@ class BucketRounds:
         """Take part in one round, and tell whether all ranks are in their step."""
         place = self._place_in_step()
         first = self._reduce(self._buckets.all[0], place)
-        self._parameters.settle(first.leaves)
+        self._take(first)
         together = all(other.stepping for other in first.places)
         if not together or any(other.pending for other in first.places):
             requests = [self._start(bucket, place) for bucket in self._buckets.all[1:]]
             for reduced in ac.waitall(requests):
-                self._parameters.settle(reduced.leaves)
+                self._take(reduced)
         if not together:
             self._finish(place, None)
             return False

@@ -28,7 +28,7 @@ from arraycomm._transports.base import Bytes, Steps
 from arraycomm._trees.fusion import Fusion, TreeMemory, recent_fusions
 from arraycomm._trees.layout import Spec
 from arraycomm._trees.leaves import Leaves as TreeLeaves
-from arraycomm._trees.leaves import Parts
+from arraycomm._trees.leaves import Onto, Parts
 from arraycomm._trees.pytrees import flatten
 from arraycomm._trees.reduce import AllreduceGradients
 
@@ -203,14 +203,17 @@ class Rounds:
         *,
         may_overwrite: bool = False,
         look: Shows = nothing_shown,
+        onto: Onto | None = None,
     ) -> Request:
         """Start to reduce a bucket; the request's result is `Reduced`.
 
         `make` returns the gradients, and `look` what this rank shows of what its step depends on.
         They are called inside the call, so that the others hear of their errors. If the gradients
-        may be overwritten, some of the results are those very objects.
+        may be overwritten, some of the results are those very objects. With `onto`, which has the
+        totals in the order of their numbers, the results are totals.
         """
-        return self._runner.start(ReduceBucket, self, bucket, make, place, may_overwrite, look)
+        arguments = self, bucket, make, place, may_overwrite, look, onto
+        return self._runner.start(ReduceBucket, *arguments)
 
     def reduce(
         self,
@@ -220,11 +223,11 @@ class Rounds:
         *,
         may_overwrite: bool = False,
         look: Shows = nothing_shown,
+        onto: Onto | None = None,
     ) -> Reduced:
         """Reduce a bucket; see `start`."""
-        reduced: Reduced = self._runner.call(
-            ReduceBucket, self, bucket, make, place, may_overwrite, look
-        )
+        arguments = self, bucket, make, place, may_overwrite, look, onto
+        reduced: Reduced = self._runner.call(ReduceBucket, *arguments)
         return reduced
 
     def finish_round(self, place: Place) -> None:
@@ -267,6 +270,7 @@ class ReduceBucket(AllreduceGradients):
         place: Place,
         may_overwrite: bool,
         look: Shows,
+        onto: Onto | None,
     ) -> None:
         self._bucket, self._place, self._site = bucket, place, call_site()
         self.may_overwrite = may_overwrite
@@ -277,12 +281,13 @@ class ReduceBucket(AllreduceGradients):
         if may_repeat and context.place_tree(()) is context.host_tree:
             self._prepared = bucket.prepared(gradients)
         if self._prepared is None:
-            super().__init__(context, memory, gradients, op, **options)
+            super().__init__(context, memory, gradients, op, **options, onto=onto)
             settings = (*self.signature.settings, ("bucket", bucket.index))
             self.signature = replace(self.signature, settings=settings)
             if may_repeat and self.placement is context.host_tree:
                 bucket.prepare(self, gradients)
         else:
+            self._onto = onto
             self._repeat(self._prepared, context, memory, op, **options)
         self.word = place.word()
         # In a step its settings, and in the first round of a step its arrays; with the first
@@ -347,10 +352,14 @@ class ReduceBucket(AllreduceGradients):
         if self._prepared is not None and agreement.calls is not None:
             # Another rank has not the same gradients.
             self.leaves = TreeLeaves(flatten(self._gradients), self.placement.view)
+            self.added = self.leaves.views
         yield from super().steps(agreement)
 
     def result(self, agreement: Agreement) -> Reduced:
         if self._prepared is None or agreement.calls is not None:
-            return Reduced(super().result(agreement), self._places)
+            made = super().result(agreement)
+            if self._onto is not None:
+                made = dict(zip(sorted(self._bucket.numbers), made, strict=True))
+            return Reduced(made, self._places)
         reduced = [self._reduced.get(n, slot) for n, slot in enumerate(self._prepared.slots)]
         return Reduced(dict(zip(self._gradients, reduced, strict=False)), self._places)
