@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from functools import partial
-from typing import Any, NamedTuple, NoReturn, Self
+from typing import Any, Final, NamedTuple, NoReturn, Self
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,7 @@ from arraycomm.adapters.jax._shard import sharded
 from arraycomm.adapters.jax._sharded_state import gather_state, shard_state
 from arraycomm.adapters.jax._tracing import flatten, is_traced
 from arraycomm.adapters.jax._updates import Updates, reduce_leaves
+from arraycomm.adapters.jax._virtual import VirtualUpdates
 
 __all__ = [
     "DistributedOptimizer",
@@ -45,6 +46,8 @@ __all__ = [
     "shard_state",
     "synchronize",
 ]
+
+PLAYS_VIRTUAL_RANKS: Final = True
 
 
 class _Distributed(optax.GradientTransformationExtraArgs):  # type: ignore[misc]
@@ -109,6 +112,9 @@ def distribute(
     updates = Updates(gradients, constants)
     steps = _ReducedUpdates(inner, updates, gradients, takes_extra=takes_extra)
     init, update = inner.init, steps.update
+    if gradients.virtual is not None:
+        rounds = VirtualUpdates(inner, updates, gradients.virtual)
+        init, update = rounds.init, rounds.update
     if gradients.compressor.states is not None:
         init, compressed = compressing(inner, gradients)
         update = partial(steps.update_compressed, compressed)

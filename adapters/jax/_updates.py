@@ -195,7 +195,7 @@ class Updates:
 
     def __init__(self, gradients: Gradients, constants: tuple[tuple[str, Any], ...]) -> None:
         self._gradients, self.constants, self.look = gradients, constants, gradients.look
-        self._calls = GradientCalls(gradients.comm, gradients.op, gradients.options)
+        self.calls = GradientCalls(gradients.comm, gradients.op_of_ranks, gradients.options)
         self.made = Numbering()
 
     def reduce_step(self, leaves: list[Any], inputs: Any) -> tuple[bool, list[Any]]:
@@ -206,15 +206,15 @@ class Updates:
         if is_traced(leaves) or self._gradients.accumulate > 1:
             return True, self.reduce(leaves, inputs)
         jax.effects_barrier()
-        watched, beside = self._watched(inputs, traced=False)
+        watched, beside = self.watched(inputs, traced=False)
         return self._gradients.add(leaves, self.made, watched.inputs(beside))
 
     def reduce(self, leaves: list[Any], inputs: Any = None) -> list[Any]:
         """Reduce what belongs to one update; compare a tree of inputs, if given, with it."""
-        watched, beside = self._watched(inputs, traced=is_traced(leaves))
-        return reduce_leaves(self._calls, self.made, leaves, watched, beside)
+        watched, beside = self.watched(inputs, traced=is_traced(leaves))
+        return reduce_leaves(self.calls, self.made, leaves, watched, beside)
 
-    def _watched(self, inputs: Any, *, traced: bool) -> tuple[Watched, list[Any]]:
+    def watched(self, inputs: Any, *, traced: bool) -> tuple[Watched, list[Any]]:
         """Return what the next reduction compares, and its arrays; tracers only if it is traced."""
         if not self._gradients.verification.every or inputs is None:
             return Watched(), []
@@ -227,7 +227,7 @@ class Updates:
         numbers = (
             n for n, leaf in enumerate(named.values()) if n >= parameters and _is_number(leaf)
         )
-        held = tuple(_held(inputs["params"], self._calls.comm))
+        held = tuple(_held(inputs["params"], self.calls.comm))
         watched = Watched(self, tuple(named), parameters, tuple(numbers), held)
         return watched, list(named.values())
 
