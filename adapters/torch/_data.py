@@ -122,16 +122,19 @@ class DataLoader:
         return map(_with_tensor, batches)
 
     def _load(self, indices: Iterator[Sequence[int]]) -> Iterable[Any]:
-        """Load batches, of which only the last may have no items.
+        """Load batches, of which the last ones may have no items.
 
-        That one comes first out of the workers, so that a `collate_fn` that cannot make it fails
+        Such a one comes first out of the workers, so that a `collate_fn` that cannot make it fails
         before the epoch instead of at its end.
         """
-        if self._pad or len(self.container) > (len(self) - 1) * self.batch_size:
+        if self._pad:
             return self._run(indices)
-        loaded = self._run(chain([range(0)], filter(None, indices)))
+        batches = list(indices)
+        if all(batches):
+            return self._run(iter(batches))
+        loaded = self._run(chain([range(0)], filter(None, batches)))
         empty = next(loaded)
-        return chain(loaded, [empty])
+        return (next(loaded) if own else empty for own in batches)
 
     def _run(self, indices: Iterator[Sequence[int]]) -> Iterator[Any]:
         self._batches.indices = indices

@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from ctypes import c_int64
 from functools import partial
 from inspect import GEN_CLOSED, getgeneratorstate
-from itertools import cycle, islice
+from itertools import cycle, islice, pairwise, product
 from multiprocessing.context import get_spawning_popen
 from multiprocessing.sharedctypes import RawArray
 from typing import Any, Final, Generic, NamedTuple, Self, overload
@@ -121,9 +121,19 @@ class DistributedDataContainer(Sequence[Any], Generic[DataT]):
         item more, so that each item belongs to exactly one rank. "pad" repeats items from the
         beginning of the global order, with weight 0, so that all ranks have the same number. "drop"
         leaves out the last items, so that all ranks have the same number.
+    virtual_ranks : int, optional
+        Play this number of ranks, at least as many as there are: each virtual rank has the items
+        and batches that it would have as a rank. Rank r of p plays virtual ranks r, r + p, r + 2p,
+        …; see `batches`, and `DistributedOptimizer`.
 
     Attributes
     ----------
+    virtual_rank : int
+        The virtual rank that is played with the batch that the loop has got last: the rank itself
+        without virtual ranks. In a round without one it is `virtual_ranks` or more.
+    completes_step : bool
+        Whether that batch is of the last round of a step, after which a distributed optimizer
+        changes the parameters: always without virtual ranks.
     weights : ndarray, shape (len(self),), float32
         1 for each item, 0 for the repeated ones of "pad".
     epoch : int
@@ -166,6 +176,7 @@ class DistributedDataContainer(Sequence[Any], Generic[DataT]):
         shuffle: bool = False,
         seed: int = 0,
         uneven: str = "exact",
+        virtual_ranks: int | None = None,
     ) -> None: ...
     @overload
     def __init__(
@@ -176,6 +187,7 @@ class DistributedDataContainer(Sequence[Any], Generic[DataT]):
         shuffle: bool = False,
         seed: int = 0,
         uneven: str = "exact",
+        virtual_ranks: int | None = None,
     ) -> None: ...
     def __init__(
         self,
@@ -185,18 +197,25 @@ class DistributedDataContainer(Sequence[Any], Generic[DataT]):
         shuffle: bool = False,
         seed: int = 0,
         uneven: str = "exact",
+        virtual_ranks: int | None = None,
     ) -> None:
         group = comm or world()
         self._comm: Communicator | None = group
         self._rank, self._size = group.rank, group.size
+        self._is_virtual = virtual_ranks is not None
 
         def check() -> tuple[Part, str]:
+            if self._is_virtual:
+                self._size = check_at_least(virtual_ranks, group.size, f"{_NAME}: virtual_ranks")
+            # Those that this rank plays, one in each round.
+            self._ranks = range(group.rank, self._size, group.size)
+            self._rounds = -(-self._size // group.size)
             self._items: Items = items_of(data)
             self._settings = _check_settings(len(self._items), shuffle, seed, uneven)
             # Epoch and start, in memory that a DataLoader's worker processes share.
             self._shared: Any = _shared_memory()
             text = ", ".join(f"{name}={value!r}" for name, value in self._settings.items())
-            return self._part_of(0, 0), text
+            return self._part_of(0, 0), f"{text}, virtual_ranks={virtual_ranks}"
 
         part, _ = runner_of(group).call(MakeContainer, check)
         self._begin(part)
@@ -205,6 +224,16 @@ class DistributedDataContainer(Sequence[Any], Generic[DataT]):
     def epoch(self) -> int:
         """The epoch under way."""
         return self._epoch
+
+    @property
+    def virtual_rank(self) -> int:
+        """The virtual rank of the last batch; this rank without virtual ranks."""
+        return self._rank + self._round * self._ranks.step
+
+    @property
+    def completes_step(self) -> bool:
+        """Whether the last batch is of the last round of a step."""
+        return not self._is_within
 
     @property
     def weights(self) -> NDArray[np.float32]:
@@ -245,6 +274,7 @@ class DistributedDataContainer(Sequence[Any], Generic[DataT]):
         ----------
         n : int
             Items of one rank in a batch, the same on every rank: all ranks together have n · size.
+            With virtual ranks, items of one of these.
         pad : bool
             Whether the last batch, which may be shorter, is filled up to `n` by items of this rank,
             or of the data set if this rank has none, with weight 0: the shapes of all batches are
@@ -283,6 +313,12 @@ class DistributedDataContainer(Sequence[Any], Generic[DataT]):
         loop's body continues with the next batch.
 
         The first call continues from a loaded state. A later call begins the same epoch again.
+
+        With virtual ranks the loop goes in rounds: first the first batches of all virtual ranks,
+        one round after another, then the second ones. It has as many turns on every rank. A rank
+        without a virtual rank in the last round gets the batch of its first one again, with weights
+        0; a distributed optimizer leaves out what comes of it. A batch counts as consumed in the
+        last round.
         """
 
         def check() -> tuple[tuple[int, Part], str]:
@@ -292,7 +328,8 @@ class DistributedDataContainer(Sequence[Any], Generic[DataT]):
             if not isinstance(pad, bool | np.bool_):
                 raise TypeError(f"batches: pad must be True or False; got {pad!r}")
             part = self._part_of(self._epoch, 0)
-            if pad and load is not None and not len(part.items) and len(self._items):
+            lacks = any(start == stop for start, stop in pairwise(part.bounds))
+            if pad and load is not None and lacks and len(self._items):
                 raise ValueError(
                     f"batches: load cannot fill up the batches of rank {self._rank}, which has no "
                     "item; leave out pad, or load"
@@ -324,7 +361,7 @@ class DistributedDataContainer(Sequence[Any], Generic[DataT]):
         TypeError, ValueError
             `n` is no integer, or less than 1.
         """
-        return -(-self._share.rounds // check_at_least(n, 1, "num_batches: n"))
+        return -(-self._share.rounds // check_at_least(n, 1, "num_batches: n")) * self._rounds
 
     def example(self) -> Any:
         """Return an item of the data set, also on a rank that has none; local.
@@ -361,8 +398,14 @@ class DistributedDataContainer(Sequence[Any], Generic[DataT]):
         Raises
         ------
         TypeError, ValueError
-            `n` is no integer, negative, or more than what is left of the epoch.
+            `n` is no integer, negative, or more than what is left of the epoch, or the container
+            has virtual ranks, whose items come in rounds.
         """
+        if self._is_virtual:
+            raise ValueError(
+                "advance: with virtual_ranks items are counted by batches alone, in whole rounds; "
+                "get them from batches or arraycomm.adapters.torch.DataLoader"
+            )
         count = check_at_least(n, 0, "advance: n")
         left = self._share.rounds - self._taken
         if count > left:
@@ -388,7 +431,19 @@ class DistributedDataContainer(Sequence[Any], Generic[DataT]):
         -----
         Save the state of rank 0, which has an item in every round. A rank without an item in the
         last round, if it counts by `advance`, cannot know whether the others have consumed theirs.
+
+        Raises
+        ------
+        RuntimeError
+            Some of the rounds of virtual ranks are still to come, where other numbers of ranks have
+            consumed other items.
         """
+        if self._is_within:
+            raise RuntimeError(
+                f"state_dict: round {self._round + 1} of {self._rounds} of virtual ranks is under "
+                "way, which is a place that another number of ranks does not have; save where "
+                "completes_step is True"
+            )
         consumed = self._share.position_after(self._taken)
         return {**self._settings, "epoch": self._epoch, "consumed": consumed}
 
@@ -473,7 +528,7 @@ class DistributedDataContainer(Sequence[Any], Generic[DataT]):
         part: Part | None = getattr(self, "_part", None)
         if part is not None and (epoch, start) == (part.epoch, part.share.start):
             return part
-        return part_of(self._settings, epoch, start, self._rank, self._size)
+        return part_of(self._settings, epoch, start, self._ranks, self._size)
 
     def _begin(self, part: Part) -> None:
         self._take(part)
@@ -481,8 +536,9 @@ class DistributedDataContainer(Sequence[Any], Generic[DataT]):
 
     def _take(self, part: Part) -> None:
         self._part = part
-        self._epoch, self._share, self._index, self._weights = part
+        self._epoch, self._share, self._index, self._weights, self._bounds = part
         self._taken, self._used = 0, False
+        self._round, self._is_within = 0, False
         self._disturb()
 
     def _follow(self) -> None:
@@ -500,35 +556,47 @@ class DistributedDataContainer(Sequence[Any], Generic[DataT]):
 
     def _pass(self, n: int, pad: bool = False, load: Load | None = None) -> Pass[Any]:
         starts = range(self._taken, self._share.rounds, n)
-        return Pass(self._go_through(n, starts, pad, self._disturb(), load), len(starts))
+        length = len(starts) * self._rounds
+        return Pass(self._go_through(n, starts, pad, self._disturb(), load), length)
 
     def _go_through(
         self, n: int, starts: range, pad: bool, current: object, load: Load | None
     ) -> Generator[Batch[Any]]:
         self._check_current(current)
-        indices = (self._own(start, n, pad) for start in starts)
+        indices = (self._own(*turn, n, pad) for turn in product(starts, range(self._rounds)))
         loaded = iter((load or partial(self._load, n if pad else 0))(indices))
-        for start in starts:
+        for number, (start, turn) in enumerate(product(starts, range(self._rounds))):
             self._check_current(current)
             items = next(loaded, _NOTHING)
             if items is _NOTHING:
                 raise ValueError(
-                    f"batches: load must return the items of all {len(starts)} batches of rank "
-                    f"{self._rank}; it returned {starts.index(start)}"
+                    f"batches: load must return the items of all {len(starts) * self._rounds} "
+                    f"batches of rank {self._rank}; it returned {number}"
                 )
-            self._taken = min(start + n, self._share.rounds)
-            weights = self._weights[start : self._taken]
+            self._round, self._is_within = turn, turn < self._rounds - 1
+            if not self._is_within:
+                self._taken = min(start + n, self._share.rounds)
+            own = self._held(start, turn, n)
+            weights = self._weights[own.start : own.stop] * np.float32(turn < len(self._ranks))
             missing = n - len(weights) if pad else 0
-            yield Batch(items, np.pad(weights, (0, missing)) if missing else weights.copy())
+            yield Batch(items, np.pad(weights, (0, missing)) if missing else weights)
         self._check_current(current)
 
-    def _own(self, start: int, n: int, pad: bool) -> Sequence[int]:
-        """Return a batch of this rank as indices into the container; none if it has no item."""
-        held = len(self._index)
-        own = range(min(start, held), min(start + n, held))
+    def _held(self, start: int, turn: int, n: int) -> range:
+        """Return which items a batch of a round has, as indices into the container."""
+        # Without a virtual rank in the round, those of the first one.
+        number = turn if turn < len(self._ranks) else 0
+        first, stop = self._bounds[number], self._bounds[number + 1]
+        return range(min(first + start, stop), min(first + start + n, stop))
+
+    def _own(self, start: int, turn: int, n: int, pad: bool) -> Sequence[int]:
+        """Return a batch of a round as indices into the container; none if it has no item."""
+        own = self._held(start, turn, n)
         if not pad or len(own) == n:
             return own
-        return list(islice(cycle(own or range(min(held, 1))), n))
+        number = turn if turn < len(self._ranks) else 0
+        first, stop = self._bounds[number], self._bounds[number + 1]
+        return list(islice(cycle(own or range(first, min(first + 1, stop))), n))
 
     def _check_current(self, current: object) -> None:
         if self._current is not current:

@@ -5,8 +5,9 @@ No communication: every rank computes the same order by itself.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -66,20 +67,29 @@ class Share:
 
 
 class Part(NamedTuple):
-    """One rank's items of an epoch, and the weight of each."""
+    """One rank's items of an epoch, and the weight of each; those of each rank that it plays.
+
+    `share` is that of the first of these. The items of number i are those from `bounds[i]` to
+    `bounds[i + 1]`.
+    """
 
     epoch: int
     share: Share
     items: Integers
     weights: NDArray[np.float32]
+    bounds: tuple[int, ...]
 
 
-def part_of(settings: Mapping[str, Any], epoch: int, start: int, rank: int, size: int) -> Part:
-    """Return a rank's part of an epoch, after the first `start` items of its global order."""
+def part_of(
+    settings: Mapping[str, Any], epoch: int, start: int, ranks: Sequence[int], size: int
+) -> Part:
+    """Return the parts of some ranks of `size`, after the first `start` items of the order."""
     count, seed, uneven = (settings[name] for name in ("count", "seed", "uneven"))
-    share = Share(count, start, rank, size, uneven)
-    positions = share.positions()
+    shares = [Share(count, start, rank, size, uneven) for rank in ranks]
+    several = [share.positions() for share in shares]
+    positions = np.concatenate(several)
     index = positions % max(count, 1)
     if settings["shuffle"] and len(index):
         index = order_of(count, seed, epoch)[index]
-    return Part(epoch, share, index, (positions < count).astype(np.float32))
+    bounds = tuple(accumulate(map(len, several), initial=0))
+    return Part(epoch, shares[0], index, (positions < count).astype(np.float32), bounds)
