@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from arraycomm._errors import BackendUnavailableError
-from arraycomm._launch.library import MPICH, OPEN_MPI, Library, find_library
+from arraycomm._launch.library import MPICH, OPEN_MPI, Library, find_library, is_chosen
 
 _NAMES: Final = ("mpiexec", "mpirun", "mpiexec.openmpi", "mpiexec.mpich", "mpiexec.hydra")
 # What the launchers of each family say of themselves.
@@ -21,6 +21,11 @@ _SAID: Final = {
     OPEN_MPI: ("Open MPI", "OpenRTE", "PRRTE"),
     MPICH: ("HYDRA", "MPICH", "Intel", "MVAPICH"),
 }
+# The ranks of a machine without MPI: processes of this node.
+PROCESSES: Final = "processes"
+_STARTER: Final = Path(__file__).with_name("starter.py")
+# What a launcher sets that has started this process as its only rank.
+_OF_LAUNCHERS: Final = ("PMI_", "PMIX_", "OMPI_", "MPI_LOCAL")
 # How far above the library the directory with its programs may lie: lib/, lib64/openmpi/lib/.
 _ABOVE: Final = 3
 
@@ -33,6 +38,8 @@ class Launcher(NamedTuple):
 
     def command(self, ranks: int, *, threads: int = 1, fault_tolerant: bool = False) -> list[str]:
         """Return the words that start a command on so many ranks, each with so many threads."""
+        if self.family == PROCESSES:
+            return [sys.executable, "-I", "-S", self.path, str(ranks)]
         options = []
         if self.family == OPEN_MPI:
             # Without the first, Open MPI starts no more ranks than there are cores; without the
@@ -57,11 +64,20 @@ class Launcher(NamedTuple):
             # In what PMIx has started, as a shell of srun, it would take its own variables and
             # these for two.
             base = {name: said for name, said in base.items() if not name.startswith("PMIX_")}
+        if self.family == PROCESSES:
+            base = without_launcher(base)
         return needed | dict(base)
 
 
-def find_launcher(environment: Mapping[str, str]) -> Launcher:
+def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that no MPI launcher has set."""
+    return {k: said for k, said in environment.items() if not k.startswith(_OF_LAUNCHERS)}
+
+
+def find_launcher(environment: Mapping[str, str], *, mpi: bool = True) -> Launcher:
     """Return the launcher of the MPI that mpi4py loads in this interpreter.
+
+    Unless `mpi` is needed, processes of this node will do if there is no MPI at all.
 
     Raises
     ------
@@ -69,7 +85,13 @@ def find_launcher(environment: Mapping[str, str]) -> Launcher:
         There is no MPI, or no mpiexec of it: one of another MPI would start ranks that do not find
         one another, or fail.
     """
-    return launcher_of(find_library(environment), environment.get("PATH", ""))
+    try:
+        library = find_library(environment)
+    except BackendUnavailableError:
+        if mpi or is_chosen(environment) or nodes_of(environment) > 1:
+            raise
+        return Launcher(str(_STARTER), PROCESSES)
+    return launcher_of(library, environment.get("PATH", ""))
 
 
 def launcher_of(library: Library, path: str) -> Launcher:

@@ -39,6 +39,11 @@ class Library(NamedTuple):
     path: str
 
 
+def is_chosen(environment: Mapping[str, str]) -> bool:
+    """Return whether the environment says which MPI to load."""
+    return any(environment.get(name) for name in _CHOOSING)
+
+
 def find_library(environment: Mapping[str, str]) -> Library:
     """Return the MPI that mpi4py loads here, as found by another process, which starts no MPI.
 

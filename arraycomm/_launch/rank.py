@@ -19,7 +19,10 @@ from contextlib import suppress
 from typing import NoReturn
 
 # The rank, by launcher.
-_RANKS = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
+_RANKS = (
+    *("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK"),
+    *("ARRAYCOMM_PROCESS_ID", "SLURM_PROCID"),
+)
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Seconds after which a failed rank waits no longer, if it cannot see that the job has ended.

@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
+from textwrap import wrap
 from typing import Final, NamedTuple, NoReturn
 
 from arraycomm._launch import launched
@@ -57,6 +58,13 @@ _COMMANDS: Final = {
 _REMOVED: Final = {"demo": "clone the repository, and run `make demo` there"}
 
 
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    """Lays out the help, and breaks names such as torch-nccl nowhere."""
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return wrap(text, width, break_long_words=False, break_on_hyphens=False)
+
+
 class _Parser(argparse.ArgumentParser):
     """A parser whose help ends with an example, and which says in one line what is wrong."""
 
@@ -64,7 +72,7 @@ class _Parser(argparse.ArgumentParser):
         super().__init__(
             **options,  # type: ignore[arg-type]
             epilog=f"example:\n  {example}",
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            formatter_class=_Formatter,
             # Scripts would break once another option begins alike, and a mistyped one would pass.
             allow_abbrev=False,
         )

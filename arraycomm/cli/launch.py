@@ -30,19 +30,19 @@ def launch(ranks: int, arguments: Sequence[str], otherwise: str = "") -> int:
 
 
 def launcher_for(
-    command: str,
-    ranks: int,
-    environment: Mapping[str, str],
-    otherwise: str = "",
-    mpi: str = "mpich",
+    command: str, ranks: int, environment: Mapping[str, str], otherwise: str = "", mpi: str = ""
 ) -> Launcher | None:
-    """Return the launcher of the MPI that is loaded; if there is none, say how to get `mpi`."""
+    """Return the launcher of the MPI that is loaded, or of processes of this node if none can be.
+
+    If `mpi` is needed and not there, say how to get it.
+    """
     try:
-        return find_launcher(environment)
+        return find_launcher(environment, mpi=bool(mpi))
     except BackendUnavailableError as error:
         print(
-            f"{command}: {ranks} rank{'s need' if ranks > 1 else ' needs'} an MPI and its "
-            f"launcher, but {error}; install one with: pip install 'arraycomm[{mpi}]'{otherwise}",
+            f"arraycomm {command}: {ranks} rank{'s need' if ranks > 1 else ' needs'} an MPI and "
+            f"its launcher, but {error}; install one with: pip install "
+            f"'arraycomm[{mpi or 'mpich'}]'{otherwise}",
             file=sys.stderr,
         )
         return None

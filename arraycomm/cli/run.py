@@ -91,7 +91,8 @@ def run(arguments: argparse.Namespace) -> int:
     except ValueError as error:
         return _refuse(str(error))
     environment = {**os.environ, **_settings(arguments)}
-    launcher = launcher_for("run", arguments.ranks, environment, mpi=arguments.mpi or "mpich")
+    mpi = arguments.mpi or ("openmpi" if arguments.fault_tolerant else "")
+    launcher = launcher_for("run", arguments.ranks, environment, mpi=mpi)
     if launcher is None:
         return NO_LAUNCHER
     if arguments.mpi and launcher.family != MPIS[arguments.mpi][0]:
@@ -154,7 +155,7 @@ def _settings(arguments: argparse.Namespace) -> dict[str, str]:
 
 
 def _refuse(reason: str) -> int:
-    print(f"run: {reason}", file=sys.stderr)
+    print(f"arraycomm run: {reason}", file=sys.stderr)
     return _USAGE_ERROR
 
 

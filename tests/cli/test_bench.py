@@ -301,7 +301,7 @@ def test_the_command_ends_with_a_message_where_there_is_no_device(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main(["bench", "--device", "cuda"]) == 1
-    assert capsys.readouterr().err.startswith("bench: --device cuda: ")
+    assert capsys.readouterr().err.startswith("arraycomm bench: --device cuda: ")
 
 
 # The command

@@ -52,11 +52,14 @@ def test_it_ends_quietly_if_nobody_reads_on() -> None:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_the_help_of_a_command_ends_with_an_example(
-    name: str, capsys: pytest.CaptureFixture[str]
+def test_the_help_of_a_command_fits_a_terminal_and_ends_with_an_example(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     assert ended(name, "--help") == 0
-    assert f"\nexample:\n  arraycomm {name}" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"\nexample:\n  arraycomm {name}" in said
+    assert not [line for line in said.splitlines() if len(line) > 80 or line.endswith("-")]
 
 
 @pytest.mark.parametrize(
@@ -105,7 +108,7 @@ def test_the_status_of_the_ranks_reaches_the_caller_of_the_launcher(
 def test_without_a_launcher_it_says_how_to_get_one(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def missing(_: Any) -> Any:
+    def missing(_: Any, *, mpi: bool) -> Any:
         raise ac.BackendUnavailableError("there is none")
 
     monkeypatch.setattr(launch, "find_launcher", missing)

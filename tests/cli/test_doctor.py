@@ -72,7 +72,8 @@ def test_without_an_mpi_it_says_what_to_install() -> None:
     job = run_python("-c", program)
     assert (job.returncode, job.stderr) == (1, "")
     assert re.search(r"\n  error +this Python loads no MPI \(", job.stdout)
-    assert "install one with: pip install 'arraycomm[mpich]'" in job.stdout.partition("Advice")[2]
+    advice = " ".join(job.stdout.partition("Advice")[2].split())
+    assert "install one with: pip install 'arraycomm[mpich]'" in advice
     assert re.search(r"\n  numpy +\S+ +cpu +no copy", job.stdout)
     assert re.search(r"\n  native part +not used: ARRAYCOMM_NATIVE is 0\n", job.stdout)
 
@@ -186,8 +187,10 @@ def test_what_is_wrong_gets_one_advice(changed: dict[str, Any], advice: str, wel
     found = findings(**changed)
     assert is_well(found) is well
     lines = as_text(found).partition("\nAdvice\n")[2].splitlines()
-    assert len(lines) == 1
-    assert lines[0].startswith(f"  {advice or 'nothing is wrong'}") or advice in lines[0]
+    assert [line[:4].isspace() for line in lines] == [False, *[True] * (len(lines) - 1)]
+    assert max(map(len, lines)) <= 80
+    said = " ".join(map(str.strip, lines))
+    assert said.startswith(advice or "nothing is wrong") or advice in said
 
 
 def test_columns_are_aligned_and_pairs_that_failed_stand_out() -> None:

@@ -179,7 +179,7 @@ class TestRanks:
         assert capfd.readouterr().out == f"{names[own]}\n" * 2
         assert main(["run", "-n", "2", "--mpi", other, "-c", program]) == 127
         assert re.fullmatch(
-            "run: 2 ranks need an MPI and its launcher, but this Python loads no MPI "
+            "arraycomm run: 2 ranks need an MPI and its launcher, but this Python loads no MPI "
             r"\(cannot load MPI library\) that MPI4PY_LIBMPI names, which --mpi sets; without it, it "
             rf"loads {names[own]} .*libmpi.so.*; install one with: pip install 'arraycomm\[{other}\]'\n",
             capfd.readouterr().err,
@@ -441,15 +441,72 @@ def test_the_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     assert launchers.threads_for(3, {"OMP_NUM_THREADS": "2,1"}) == 2
 
 
-def test_without_an_mpi_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def no_mpi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Let there be none for programs that start here."""
     (tmp_path / "mpi4py.py").write_text("raise ImportError('there is none')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    job = run_python("-m", "arraycomm", "run", "-n", "2", "-c", "pass")
+    return monkeypatch
+
+
+@pytest.mark.usefixtures("no_mpi")
+@pytest.mark.parametrize(
+    ("program", "status", "out", "err"),
+    [
+        ("print(comm.backend, comm.allreduce(1))", 0, "[0] processes 3\n[1] processes 3\n", ""),
+        ("if comm.rank == 0: print(sys.stdin.read())", 0, "[0] typed\n", ""),
+        (
+            "if comm.rank == 1: sys.exit(6)\ncomm.barrier()",
+            6,
+            "",
+            "run: rank 1 ended with status 6; ",
+        ),
+        ("if comm.rank == 1: os.kill(os.getpid(), 9)\ncomm.barrier()", 137, "", "died by SIGKILL"),
+    ],
+    ids=["ends", "reads", "status", "signal"],
+)
+def test_without_an_mpi_ranks_are_processes_of_this_node(
+    program: str, status: int, out: str, err: str
+) -> None:
+    text = f"import os, sys, arraycomm as ac; comm = ac.init()\n{program}"
+    words = ["-m", "arraycomm", "run", "-n", "3", "--prefix", "-c", text]
+    job = subprocess.run(
+        [sys.executable, *words], input="typed", capture_output=True, text=True, check=False
+    )
+    assert job.returncode == status, job.stderr
+    assert set(out.splitlines()) <= set(job.stdout.splitlines())
+    assert err in job.stderr if err else not job.stderr
+
+
+@pytest.mark.usefixtures("no_mpi")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_without_an_mpi_a_signal_ends_all_ranks(number: int) -> None:
+    with begun(f"import os, time; os.write(1, b'%d\\n' % os.getpid()); {WAITS}") as (job, out):
+        ranks = [int(out.readline()) for _ in range(2)]
+        job.send_signal(number)
+        job.wait(60)
+    assert soon(lambda: not any(map(alive, ranks)))
+
+
+@pytest.mark.parametrize(
+    ("words", "variable", "extra"),
+    [
+        (["--mpi", "openmpi"], "HOME", "openmpi"),
+        (["--fault-tolerant"], "HOME", "openmpi"),
+        ([], "NHOSTS", "mpich"),
+    ],
+    ids=["chosen", "shrink", "nodes"],
+)
+def test_where_only_an_mpi_will_do_it_says_how_to_get_one(
+    words: list[str], variable: str, extra: str, no_mpi: pytest.MonkeyPatch
+) -> None:
+    no_mpi.setenv(variable, "2")
+    job = run_python("-m", "arraycomm", "run", "-n", "2", *words, "-c", "pass")
     assert (job.returncode, job.stdout) == (127, "")
     assert job.stderr.startswith(
-        "run: 2 ranks need an MPI and its launcher, but this Python loads no MPI ("
+        "arraycomm run: 2 ranks need an MPI and its launcher, but this Python loads no MPI ("
     )
-    assert job.stderr.endswith("); install one with: pip install 'arraycomm[mpich]'\n")
+    assert job.stderr.endswith(f"; install one with: pip install 'arraycomm[{extra}]'\n")
 
 
 def test_the_mpich_of_debian_is_named(tmp_path: Path) -> None:

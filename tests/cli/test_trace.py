@@ -74,7 +74,7 @@ def test_picture_without_matplotlib_says_what_to_install(
 
 @pytest.mark.parametrize(
     ("text", "wrong"),
-    [("", "got no JSON"), ("[]", "got JSON of something else"), (None, "No such")],
+    [("", "got no JSON"), ("[]", "got JSON of something else"), (None, "there is no file ")],
 )
 def test_file_that_is_no_trace_is_refused(
     text: str | None, wrong: str, tmp_path: Path, capsys: Capture

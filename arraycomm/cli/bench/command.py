@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"any of {','.join(FRAMEWORKS)}; default numpy, and torch if it is installed; with "
         "--device cuda, any of cupy,torch",
     )
-    add("--only", type=_keys, metavar="NAME,…", help=f"contenders; default {','.join(TITLES)}")
+    add("--only", type=_keys, metavar="NAME,…", help=f"contenders; default {', '.join(TITLES)}")
     add(
         "--device",
         choices=["cpu", "cuda"],
@@ -77,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
     reason = refusal(arguments)
     if reason:
         # Every rank sees what is wrong with the arguments, or with its own machine.
-        print(f"bench: {reason}", file=sys.stderr)
+        print(f"arraycomm bench: {reason}", file=sys.stderr)
         return 1
     if detect(os.environ) is None:
         return launch(arguments.ranks, arguments.words)

@@ -46,12 +46,13 @@ def run(runs: Sequence[Sequence[Path]], limit: float | None) -> int:
     ]
     print(*aligned([("µs per call", "before", "after", "after ÷ before"), *rows]), sep="\n")
     if not ratios:
-        print("bench: the runs have measured nothing in common", file=sys.stderr)
+        print("arraycomm bench: the runs have measured nothing in common", file=sys.stderr)
         return 1
     late = [work for work in ratios if limit is not None and ratios[work] > limit]
     for work in sorted(late, key=ratios.__getitem__, reverse=True):
         print(
-            f"bench: {work} takes {ratios[work]:.2f} times as long, and may take {limit:g} times",
+            f"arraycomm bench: {work} takes {ratios[work]:.2f} times as long, and may take "
+            f"{limit:g} times",
             file=sys.stderr,
         )
     return int(bool(late))

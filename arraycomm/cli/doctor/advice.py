@@ -40,7 +40,8 @@ def _about_mpi(mpi: Findings) -> Iterator[str]:
     if "error" in mpi:
         yield (
             f"several ranks need an MPI: {mpi['error']}; install one with: pip install "
-            "'arraycomm[mpich]'. One process works without it"
+            "'arraycomm[mpich]'"
+            + ("" if "library" in mpi else "; on one node arraycomm run works without an MPI")
         )
         return
     if mpi.get("launcher_error"):

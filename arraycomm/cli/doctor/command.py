@@ -50,9 +50,9 @@ def run(arguments: argparse.Namespace) -> int:
     if started is None:
         return _show(_examine_alone(arguments.frameworks), arguments.json)
     try:
-        comm = arraycomm.init(timeout=_TIMEOUT)
+        comm = arraycomm.init(timeout=_TIMEOUT, report_after=None)
     except (ArrayCommError, ValueError) as error:
-        print(f"doctor: {error}", file=sys.stderr)
+        print(f"arraycomm doctor: {error}", file=sys.stderr)
         return 1
     found = _examine_job(comm, started.launcher, arguments.frameworks)
     return 0 if found is None else _show(found, arguments.json)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from statistics import median
+from textwrap import fill
 from typing import Any, Final
 
 from arraycomm.cli.doctor.advice import fault_tolerance
@@ -15,6 +16,7 @@ Row = Sequence[str]
 _CONNECTIONS: Final = {"mpi": "MPI", "processes": "memory of one node, without MPI"}
 # As many ranks as have room in a line.
 _MATRIX: Final = 12
+_WIDTH: Final = 80
 
 
 def as_text(found: Findings) -> str:
@@ -29,7 +31,7 @@ def as_text(found: Findings) -> str:
         title = "Allreduce of 8 bytes between two ranks, in microseconds"
         sections.append(_section(title, _about_pairs(found["pairs"], len(found["ranks"]))))
     advice = found["advice"] or ["nothing is wrong"]
-    sections.append("\n".join(["Advice", *(f"  {line}" for line in advice)]))
+    sections.append("\n".join(["Advice", *(_filled("  ", line, 4) for line in advice)]))
     return f"arraycomm {found['version']}\n\n" + "\n\n".join(sections)
 
 
@@ -37,7 +39,7 @@ def _section(title: str, rows: Iterator[Row]) -> str:
     lines = [[cell or "-" for cell in row] for row in rows]
     columns = max(map(len, lines))
     padded = [[*line, *[""] * (columns - len(line))] for line in lines]
-    # What stands last in its line may be as long as it likes.
+    # What stands last in its line goes on in further lines.
     widths = [
         max(
             (len(p[i]) for p, line in zip(padded, lines, strict=True) if i < len(line) - 1),
@@ -45,8 +47,23 @@ def _section(title: str, rows: Iterator[Row]) -> str:
         )
         for i in range(columns)
     ]
-    texts = ("  ".join(c.ljust(w) for c, w in zip(p, widths, strict=True)) for p in padded)
-    return "\n".join([title, *(f"  {text.rstrip()}" for text in texts)])
+    texts = []
+    for line in lines:
+        begin = "".join(f"{c.ljust(w)}  " for c, w in zip(line[:-1], widths, strict=False))
+        texts.append(_filled(f"  {begin}", line[-1]))
+    return "\n".join([title, *texts])
+
+
+def _filled(begin: str, text: str, indent: int = 0) -> str:
+    """Return a text in lines that fit a terminal, each below the beginning of the first."""
+    return fill(
+        text,
+        _WIDTH,
+        initial_indent=begin,
+        subsequent_indent=" " * (indent or len(begin)),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def _about_mpi(mpi: Findings) -> Iterator[Row]:

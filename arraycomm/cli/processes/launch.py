@@ -24,7 +24,7 @@ from arraycomm._errors import PeerError, text_of
 from arraycomm._launch import ADDRESS, NUMBER, RANK, claimed_by, launched
 from arraycomm._launch.job import GRACE
 from arraycomm._launch.joining import SECRET
-from arraycomm._launch.launchers import threads_for
+from arraycomm._launch.launchers import threads_for, without_launcher
 from arraycomm._launch.output import Lines, Target, write_all
 from arraycomm._programs.outcomes import cloudpickle
 from arraycomm._protocol.waits.watchdog import checked_timeout
@@ -34,8 +34,6 @@ from arraycomm.cli.processes.process import BEGUN, RAISED, RETURNED
 _AFTER_FAILURE: Final = 1.0
 _LOOK: Final = 0.05
 _HOST: Final = "127.0.0.1"
-# Of a launcher that has started the caller as its only rank.
-_LAUNCHERS: Final = ("PMI_", "PMIX_", "OMPI_", "MPI_LOCAL")
 
 
 @entry
@@ -187,11 +185,10 @@ def _pickled(fn: Any, args: tuple[Any, ...]) -> bytes:
 
 
 def _environment(ranks: int, port: int) -> dict[str, str]:
-    kept = {name: said for name, said in os.environ.items() if not name.startswith(_LAUNCHERS)}
     return {
         "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": str(threads_for(ranks, os.environ)),
-        **kept,
+        **without_launcher(os.environ),
         "PYTHONIOENCODING": "utf-8",
         ADDRESS: f"{_HOST}:{port}",
         NUMBER: str(ranks),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any, Final
@@ -48,6 +49,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Print where the time went and who waited for whom, and draw the timeline if asked to."""
     try:
         trace = read(arguments.path)
+    except FileNotFoundError:
+        return _refuse(f"there is no file {arguments.path} in {os.getcwd()}")
     except (OSError, ValueError) as error:
         return _refuse(str(error))
     every, ranks = spans_of(trace), ranks_of(trace)
@@ -77,7 +80,7 @@ def _many(number: int, what: str) -> str:
 
 
 def _refuse(text: str) -> int:
-    print(f"trace: {text}", file=sys.stderr)
+    print(f"arraycomm trace: {text}", file=sys.stderr)
     return _USAGE_ERROR
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from textwrap import wrap
 from typing import Final
 
 from arraycomm.cli.trace.spans import Span
@@ -15,6 +16,7 @@ _COLUMNS: Final = 8
 _STRAGGLERS: Final = 5
 _UNITS: Final = ("B", "kB", "MB", "GB", "TB")
 _TITLES: Final = ("line", "operation", "algorithm", "calls", "bytes", "waiting", "transfer")
+_WIDTH: Final = 80
 # Columns of text; those of numbers are set to the right.
 _TEXTS: Final = 3
 
@@ -85,7 +87,7 @@ def _stragglers(spans: Sequence[Span]) -> Iterator[str]:
     ordered = sorted(at.items(), key=lambda item: -sum(item[1].values()))
     for rank, lines in ordered[:_STRAGGLERS]:
         (line, operation), most = max(lines.items(), key=lambda item: item[1])
-        yield (
+        yield from _filled(
             f"The other ranks waited {_seconds(sum(lines.values()))} for rank {rank}, "
             f"{_seconds(most)} of it in {operation} at {line}."
         )
@@ -95,10 +97,15 @@ def _absent(spans: Sequence[Span]) -> Iterator[str]:
     for span in spans:
         if span.absent:
             ranks = ", ".join(map(str, span.absent))
-            yield (
+            yield from _filled(
                 f"Rank {span.rank} waited {_seconds(span.waiting)} in {span.operation} at "
                 f"{span.line} and raised {span.error}; no such call of rank {ranks} was recorded."
             )
+
+
+def _filled(text: str) -> list[str]:
+    """Return the lines of a sentence, which fit a terminal."""
+    return wrap(text, _WIDTH, break_long_words=False, break_on_hyphens=False)
 
 
 def _seconds(seconds: float) -> str:
