@@ -15,7 +15,7 @@ if sys.platform == "win32":
 
 from arraycomm._arrays.exchange import exchange
 from arraycomm._calls.custom_ops import op
-from arraycomm._calls.requests import Request, waitall
+from arraycomm._calls.requests import Request, testall, waitall, waitany
 from arraycomm._communicator import Communicator, GridCommunicator
 from arraycomm._entries import opaque, publish
 from arraycomm._errors import (
@@ -111,7 +111,9 @@ __all__ = [
     "raise_on_difference",
     "raise_together",
     "synchronize",
+    "testall",
     "waitall",
+    "waitany",
     "world",
 ]
 

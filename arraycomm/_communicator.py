@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Self, overload
+from typing import TYPE_CHECKING, Any, Final, Self, cast, overload
 
 import numpy as np
 
-from arraycomm._arrays.typing import ArrayT, DTypeT, NewShape, ReceivedT, Rows, T
+from arraycomm._arrays.typing import ArrayT, DTypeT, NewShape, OpName, ReceivedT, Rows, T
 from arraycomm._calls.custom_ops import Op
 from arraycomm._calls.pickles import Pickled
 from arraycomm._calls.runner import Runner
 from arraycomm._callsite import trim
 from arraycomm._collectives import fast_path, groups
-from arraycomm._collectives.grid import GridCalls, Layout, MakeGrid
+from arraycomm._collectives.grid import GridCalls, Layout, MakeGrid, layout_of
 from arraycomm._collectives.groups import Barrier
 from arraycomm._collectives.located import Maxloc, Minloc
 from arraycomm._collectives.movements import Allgather, Alltoall, Bcast, Gather, Scatter
@@ -103,7 +103,8 @@ class Communicator(NonblockingCalls, UnevenCalls, MessageCalls, Traceable):
         Parameters
         ----------
         mpi4py_comm : mpi4py.MPI.Intracomm
-            The communicator to work over.
+            The communicator to work over. Over a `Cartcomm` the result is a `GridCommunicator` with
+            the same coordinates.
         backend : str
             "auto", "mpi" or "nccl", which mean what they mean for `arraycomm.init`.
         device, check, reproducible, timeout
@@ -116,7 +117,9 @@ class Communicator(NonblockingCalls, UnevenCalls, MessageCalls, Traceable):
             without an intracommunicator cannot tell the others, and raises alone: they wait for it.
         """
         arguments = Arguments(backend, device, check, reproducible, timeout, over_world=False)
-        return cls(open_over_mpi(mpi4py_comm, arguments).runner)
+        runner, layout = open_over_mpi(mpi4py_comm, arguments).runner, layout_of(mpi4py_comm)
+        made: Any = cls(runner) if layout is None else GridCommunicator(runner, layout)
+        return cast("Self", made)
 
     @property
     def device(self) -> str:
@@ -243,7 +246,7 @@ class Communicator(NonblockingCalls, UnevenCalls, MessageCalls, Traceable):
     def allreduce(
         self,
         x: ArrayT,
-        op: str | Op = "sum",
+        op: OpName | Op = "sum",
         *,
         out: ArrayT | None = None,
         timeout: float | None = None,
@@ -295,7 +298,7 @@ class Communicator(NonblockingCalls, UnevenCalls, MessageCalls, Traceable):
     def reduce(
         self,
         x: ArrayT,
-        op: str | Op = "sum",
+        op: OpName | Op = "sum",
         root: int = 0,
         *,
         out: ArrayT | None = None,
@@ -460,7 +463,7 @@ class Communicator(NonblockingCalls, UnevenCalls, MessageCalls, Traceable):
     def reduce_scatter(
         self,
         x: np.ndarray[Any, DTypeT],
-        op: str | Op = "sum",
+        op: OpName | Op = "sum",
         *,
         counts: Sequence[int] | None = None,
         out: None = None,
@@ -470,7 +473,7 @@ class Communicator(NonblockingCalls, UnevenCalls, MessageCalls, Traceable):
     def reduce_scatter(
         self,
         x: ArrayT,
-        op: str | Op = "sum",
+        op: OpName | Op = "sum",
         *,
         counts: Sequence[int] | None = None,
         out: ArrayT | None = None,
@@ -479,7 +482,7 @@ class Communicator(NonblockingCalls, UnevenCalls, MessageCalls, Traceable):
     def reduce_scatter(
         self,
         x: Any,
-        op: str | Op = "sum",
+        op: OpName | Op = "sum",
         *,
         counts: Sequence[int] | None = None,
         out: Any = None,
@@ -529,7 +532,7 @@ class Communicator(NonblockingCalls, UnevenCalls, MessageCalls, Traceable):
     def scan(
         self,
         x: ArrayT,
-        op: str | Op = "sum",
+        op: OpName | Op = "sum",
         *,
         out: ArrayT | None = None,
         timeout: float | None = None,
@@ -555,7 +558,7 @@ class Communicator(NonblockingCalls, UnevenCalls, MessageCalls, Traceable):
     def exscan(
         self,
         x: ArrayT,
-        op: str | Op = "sum",
+        op: OpName | Op = "sum",
         *,
         out: ArrayT | None = None,
         timeout: float | None = None,
@@ -637,7 +640,7 @@ class Communicator(NonblockingCalls, UnevenCalls, MessageCalls, Traceable):
             self._runner, timeout, GatherObject, Pickled(obj), (root,), kind=fast_path.ObjectCall
         )
 
-    def plan(self, tree: Any, op: str = "mean", *, timeout: float | None = None) -> Plan:
+    def plan(self, tree: Any, op: OpName = "mean", *, timeout: float | None = None) -> Plan:
         """Prepare the reduction of trees like this one, to be used in every step.
 
         Parameters

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, Final
 
+from arraycomm._arrays.typing import OpName
 from arraycomm._arrays.views import view
 from arraycomm._calls.custom_ops import Op
 from arraycomm._communicator import Communicator, runner_of
@@ -79,7 +80,7 @@ class Explanation:
 
 
 @entry
-def explain(x: Any, op: str | Op = "sum", *, comm: Communicator | None = None) -> Explanation:
+def explain(x: Any, op: OpName | Op = "sum", *, comm: Communicator | None = None) -> Explanation:
     """Say which algorithm `allreduce` would use for an array, and how many copies it makes; local.
 
     Parameters
@@ -105,7 +106,7 @@ def explain(x: Any, op: str | Op = "sum", *, comm: Communicator | None = None) -
         return _explanation(comm or world(), x, op)
 
 
-def _explanation(comm: Communicator, x: Any, op: str | Op) -> Explanation:
+def _explanation(comm: Communicator, x: Any, op: OpName | Op) -> Explanation:
     group, placements = runner_of(comm).group, runner_of(comm).placements
     assert isinstance(placements, Devices)
     device_link = None if isinstance(op, Op) or not on_cuda(x) else placements.link

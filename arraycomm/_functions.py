@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from arraycomm._arrays.typing import TreeT
+from arraycomm._arrays.typing import OpName, TreeT
 from arraycomm._collectives.exact_sums import Fsum
 from arraycomm._communicator import Communicator, runner_of, trees_of
 from arraycomm._entries import entry
@@ -22,7 +22,7 @@ from arraycomm._trees.synchronize import Synchronize
 @entry
 def allreduce_tree(
     tree: TreeT,
-    op: str = "mean",
+    op: OpName = "mean",
     *,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     comm: Communicator | None = None,
@@ -71,7 +71,7 @@ def allreduce_tree(
 @entry
 def allreduce_gradients(
     tree: TreeT,
-    op: str = "mean",
+    op: OpName = "mean",
     *,
     missing: str = "zeros",
     onto: Any = None,

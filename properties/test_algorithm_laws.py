@@ -24,7 +24,7 @@ from arraycomm.testing.conformance._inputs import (
     reductions_of_sizes,
 )
 from arraycomm.testing.conformance._movements import arguments_of_collectives
-from properties.programs import minus
+from properties.programs import as_they_end, minus
 from tests.support import internals
 
 
@@ -122,7 +122,9 @@ def test_calls_that_repeat_give_what_they_give_once(comm, reduction, root, other
 @given(
     reduction=reductions_of_rows(),
     root=ranked.roots(),
-    ways=st.lists(st.sampled_from(("wait", "test", "two", "refused")), min_size=3, max_size=6),
+    ways=st.lists(
+        st.sampled_from(("wait", "test", "all", "any", "two", "refused")), min_size=3, max_size=6
+    ),
 )
 def test_requests_that_repeat_give_what_blocking_calls_give(comm, reduction, root, ways) -> None:
     """Alone or beside others, waited for in any order or only tested, and after an error."""
@@ -130,7 +132,7 @@ def test_requests_that_repeat_give_what_blocking_calls_give(comm, reduction, roo
         x = reduction.arrays.build((comm.rank + turn) % comm.size)
         for name, args in arguments_of_collectives(comm, x, reduction.op, root).items():
             begin, call = getattr(comm, f"i{name}"), getattr(comm, name)
-            wants = [call(*args, timeout=60)] * (2 if way == "two" else 1)
+            wants = [call(*args, timeout=60)] * (2 if way in ("two", "all", "any") else 1)
             if way == "refused":
                 wrong = begin(object() if comm.rank == root else x, *args[1:])
                 with pytest.raises(TypeError if comm.rank == root else ac.PeerError):
@@ -141,8 +143,13 @@ def test_requests_that_repeat_give_what_blocking_calls_give(comm, reduction, roo
                 requests.append(begin(*args))
             while way == "test" and not requests[0].test():
                 pass
+            while way == "all" and not ac.testall(requests):
+                pass
             order = sorted(range(len(wants)), key=lambda place: (place + comm.rank) % 3)
-            results = {place: requests[place].wait() for place in order}
+            if way == "any":
+                results = dict(enumerate(as_they_end(requests)))
+            else:
+                results = {place: requests[place].wait() for place in order}
             for place, want in enumerate(wants):
                 assert type(results[place]) is type(want), name
                 if want is not None:

@@ -60,6 +60,8 @@ def messages(comm: ac.Communicator, x: Vector, t: torch.Tensor) -> None:
     assert_type(comm.iallreduce(t).wait(), torch.Tensor)
     assert_type(comm.irecv(1, out=x).wait(), Vector)
     assert_type(ac.waitall([comm.iallreduce(x), comm.ibcast(x)]), list[Vector])
+    assert_type(ac.waitany([comm.iallreduce(x), comm.ibcast(x)]), tuple[int, Vector])
+    assert_type(ac.testall([comm.iallreduce(x), comm.ibarrier()]), bool)
     assert_type(comm.ibarrier().wait(), None)
 
 
@@ -75,6 +77,7 @@ def groups(comm: ac.Communicator, color: int | None) -> None:
     assert_type(comm.split(color), ac.Communicator | None)
     assert_type(comm.dup(), ac.Communicator)
     assert_type(comm.grid(2).sub((True, False)), ac.GridCommunicator)
+    assert_type(ac.GridCommunicator.from_mpi(comm.mpi_comm), ac.GridCommunicator)
 
 
 def trees(comm: ac.Communicator, params: dict[str, Vector], model: torch.nn.Linear) -> None:
@@ -99,6 +102,9 @@ def data(x: Floats, dataset: torch.utils.data.TensorDataset) -> None:
         assert_type(batch.weights, Floats)
     assert_type(len(ac.DistributedDataContainer(x).batches(8, pad=True)), int)
     assert_type(next(ac.DistributedDataContainer([1, 2]).batches(8)).items, list[int])
+    assert_type(ac.DistributedDataContainer([1, 2])[0], int)
+    assert_type(ac.DistributedDataContainer([1, 2])[1:], list[int])
+    assert_type(ac.DistributedDataContainer({"x": x})[0], dict[str, Floats])
     assert_type(next(ac.DistributedDataContainer(dataset).batches(8)).items, Any)
 
 
@@ -106,6 +112,9 @@ def others(x: Vector, t: torch.Tensor) -> None:
     assert_type(ac.exchange(x, t), torch.Tensor)
     assert_type(ac.exchange(t, "jax"), Any)
     assert_type(run(3, rank_of), list[int])
+    assert_type(run(3, lambda comm: comm.rank), list[int])
+    assert_type(run(3, lambda comm, y: y * comm.rank, x), list[Vector])
+    assert_type(ac.launch(lambda comm: comm.allreduce(0.5), 3), list[float])
 
 
 def rank_of(comm: ac.Communicator) -> int:

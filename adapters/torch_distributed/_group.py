@@ -12,6 +12,7 @@ import torch
 from torch.distributed import ProcessGroup, ReduceOp
 
 import arraycomm as ac
+from arraycomm._arrays.typing import OpName
 from arraycomm._calls.custom_ops import Op
 from arraycomm._communicator import runner_of
 from arraycomm._entries import untraced
@@ -22,7 +23,7 @@ Tensors = list[torch.Tensor]
 # Typed with forms of each call that only C++ makes, and no two versions of torch have the same.
 _Base: Any = ProcessGroup
 
-_OPS: Final = {
+_OPS: Final[dict[Any, OpName]] = {
     ReduceOp.SUM: "sum",
     ReduceOp.AVG: "mean",
     ReduceOp.PRODUCT: "prod",
@@ -216,7 +217,7 @@ class ArrayCommProcessGroup(_Base):  # type: ignore[misc]
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     _reduce_scatter_base = reduce_scatter_single
 
-    def _finish(self, op: str | Op, total: torch.Tensor) -> None:
+    def _finish(self, op: OpName | Op, total: torch.Tensor) -> None:
         """Divide a sum that has to be a mean of integers."""
         if op is _INTEGER_MEAN:
             _divide(total, self.comm.size)
@@ -398,7 +399,7 @@ def _pairs(*lists: Sequence[Any]) -> list[Any]:
     return list(zip(*lists, strict=True))
 
 
-def _reduction(opts: Any, *parts: torch.Tensor) -> tuple[str | Op, torch.Tensor]:
+def _reduction(opts: Any, *parts: torch.Tensor) -> tuple[OpName | Op, torch.Tensor]:
     """Return a reduction and the tensor that goes into it, joined if there are several."""
     x = _plain(parts[0]) if len(parts) == 1 else _joined(*parts)
     op: Any = ReduceOp(ReduceOp.SUM) if opts is None else opts.reduceOp

@@ -8,7 +8,7 @@ nothing to tell the type by.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVarTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,6 +37,10 @@ else:
     ArrayT, TreeT, ReceivedT, DataT, T = (TypeVar(name) for name in names)
     DTypeT = TypeVar("DTypeT", bound=np.dtype)
     T_co = TypeVar("T_co", covariant=True)
+
+# What a function takes beside the communicator.
+Ts = TypeVarTuple("Ts")
+OpName: TypeAlias = Literal["sum", "mean", "prod", "min", "max", "and", "or", "xor"]
 
 # NumPy's types know the number of dimensions, which some calls change.
 Rows: TypeAlias = "np.ndarray[Any, DTypeT] | complex"

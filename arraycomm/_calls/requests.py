@@ -12,6 +12,8 @@ from arraycomm._errors import CommTimeoutError
 from arraycomm._protocol.engine import NotFinishedError
 from arraycomm._protocol.group import Group
 from arraycomm._protocol.task import Task
+from arraycomm._protocol.waits import clock
+from arraycomm._protocol.waits.waiting import wait_for
 from arraycomm._transports.base import Steps
 from arraycomm._transports.control import ControlChannel
 
@@ -165,6 +167,56 @@ def waitall(requests: Iterable[Request[T]]) -> list[T]:
     """
     # All are started before the first is waited for, also if a generator starts them.
     return wait_for_each(list(requests))
+
+
+@entry
+def waitany(requests: Iterable[Request[T]], *, timeout: float | None = None) -> tuple[int, T]:
+    """Wait until one of the requests is finished; return its place among them, and its result.
+
+    Parameters
+    ----------
+    requests : iterable of Request
+        Of any communicators, one at least. If several are finished, the first of them is meant: to
+        come to the others, leave it out of the next call.
+    timeout : float, optional
+        Seconds to wait; None for as long as the communicators' own timeouts allow.
+
+    Raises
+    ------
+    CommTimeoutError
+        None is finished after `timeout` seconds. They go on: wait again.
+    Exception
+        The error of the request that is finished.
+    """
+    waited_for = list(requests)
+    if not waited_for:
+        raise ValueError("waitany: requests must be one at least; got none")
+    deadline = None if timeout is None else clock.now() + timeout
+    found: list[int] = []
+
+    def done() -> bool:
+        found.extend(number for number, each in enumerate(waited_for) if each.test())
+        return bool(found)
+
+    def watch(_: float) -> None:
+        if deadline is not None and clock.now() > deadline:
+            raise CommTimeoutError(
+                f"none of {len(waited_for)} requests is finished after {timeout} seconds"
+            )
+
+    # Each test looks after the timeouts, and after the ranks that a request waits for.
+    wait_for(done, 1, watch)
+    return found[0], waited_for[found[0]].wait()
+
+
+@entry
+def testall(requests: Iterable[Request[Any]]) -> bool:
+    """Push all requests on without waiting, and tell whether all are finished.
+
+    `waitall` then returns their results at once.
+    """
+    finished = [each.test() for each in requests]
+    return all(finished)
 
 
 class Pending(Protocol):

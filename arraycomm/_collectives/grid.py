@@ -111,6 +111,15 @@ class GridCalls(ProcessBound):
         return int(np.ravel_multi_index(fixed, self.dims)), layout
 
 
+def layout_of(mpi4py_comm: Any) -> Layout | None:
+    """Return the layout of a Cartesian communicator of mpi4py; None if it is another one."""
+    from mpi4py import MPI
+
+    if not isinstance(mpi4py_comm, MPI.Cartcomm) or not mpi4py_comm.dims:
+        return None
+    return tuple(mpi4py_comm.dims), tuple(map(bool, mpi4py_comm.periods))
+
+
 def _checked(dims: Any, periods: Any, size: int) -> Layout:
     """Return the ranks along each dimension, with those that are 0 chosen, and what is periodic."""
     try:

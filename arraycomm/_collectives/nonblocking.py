@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from arraycomm._arrays.typing import ArrayT, ReceivedT
+from arraycomm._arrays.typing import ArrayT, OpName, ReceivedT
 from arraycomm._calls.custom_ops import Op
 from arraycomm._calls.requests import ProcessBound, Request
 from arraycomm._calls.runner import Runner
@@ -26,13 +26,13 @@ class NonblockingCalls(ProcessBound):
     _runner: Runner
 
     def iallreduce(
-        self, x: ArrayT, op: str | Op = "sum", *, out: ArrayT | None = None
+        self, x: ArrayT, op: OpName | Op = "sum", *, out: ArrayT | None = None
     ) -> Request[ArrayT]:
         """Start `allreduce`; leave `x` and `out` alone until the request is finished."""
         return start(self._runner, Allreduce, x, (op,), out)
 
     def ireduce(
-        self, x: ArrayT, op: str | Op = "sum", root: int = 0, *, out: ArrayT | None = None
+        self, x: ArrayT, op: OpName | Op = "sum", root: int = 0, *, out: ArrayT | None = None
     ) -> Request[ArrayT | None]:
         """Start `reduce`; leave `x` and `out` alone until the request is finished."""
         return start(self._runner, Reduce, x, (op, root), out)
@@ -85,7 +85,12 @@ class NonblockingCalls(ProcessBound):
         return self._runner.start(Scatterv, x, counts, root, like, out)
 
     def ireduce_scatter(
-        self, x: Any, op: str | Op = "sum", *, counts: Sequence[int] | None = None, out: Any = None
+        self,
+        x: Any,
+        op: OpName | Op = "sum",
+        *,
+        counts: Sequence[int] | None = None,
+        out: Any = None,
     ) -> Request[Any]:
         """Start `reduce_scatter`; leave `x` and `out` alone until the request is finished."""
         return start(self._runner, ReduceScatter, x, (op, counts), out)
@@ -101,13 +106,13 @@ class NonblockingCalls(ProcessBound):
         return self._runner.start(Alltoallv, x, counts, return_counts, out)
 
     def iscan(
-        self, x: ArrayT, op: str | Op = "sum", *, out: ArrayT | None = None
+        self, x: ArrayT, op: OpName | Op = "sum", *, out: ArrayT | None = None
     ) -> Request[ArrayT]:
         """Start `scan`; leave `x` and `out` alone until the request is finished."""
         return start(self._runner, Scan, x, (op,), out)
 
     def iexscan(
-        self, x: ArrayT, op: str | Op = "sum", *, out: ArrayT | None = None
+        self, x: ArrayT, op: OpName | Op = "sum", *, out: ArrayT | None = None
     ) -> Request[ArrayT | None]:
         """Start `exscan`; leave `x` and `out` alone until the request is finished."""
         return start(self._runner, Exscan, x, (op,), out)

@@ -124,7 +124,7 @@ def _sum(numbers: Iterable[float], *, odd: bool) -> float:
             finite += top * ((1 << _UNIT) // bottom)
         else:
             special += number
-    return special if special else _round(finite, odd=odd)
+    return special or _round(finite, odd=odd)
 
 
 def _rounded(words: list[int], *, odd: bool) -> float:

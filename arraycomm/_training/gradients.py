@@ -11,6 +11,7 @@ from typing import Any, Final, NoReturn, Self
 from weakref import WeakValueDictionary
 
 from arraycomm._arrays.results import to_framework
+from arraycomm._arrays.typing import OpName
 from arraycomm._calls.operation import Context
 from arraycomm._calls.runner import OperationClass
 from arraycomm._communicator import Communicator, group_of, runner_of, trees_of
@@ -59,7 +60,7 @@ class Gradients:
     def __init__(
         self,
         comm: Communicator,
-        op: str,
+        op: OpName,
         bucket_bytes: int,
         accumulate: int,
         compression: str | Compression | None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from types import ModuleType
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 from arraycomm._arrays.typing import T
 from arraycomm._calls.operation import Context
@@ -39,7 +39,7 @@ def DistributedOptimizer(  # noqa: N802
     optimizer: T,
     *,
     comm: Communicator | None = None,
-    op: str = "mean",
+    op: Literal["mean", "sum"] = "mean",
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     accumulate: int = 1,
     compression: str | Compression | None = None,

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from threading import Event
+
 import numpy as np
 import pytest
 
 import arraycomm as ac
 from arraycomm._communicator import Communicator
+from arraycomm.testing import run
 from tests.support import internals
 from tests.support.on_ranks import each_rank_of
 
@@ -53,3 +56,59 @@ def test_requests_of_a_generator_are_all_started_first(comm: Communicator) -> No
     starts = (lambda: comm.isend(mine, right), lambda: comm.irecv(left))
     results = ac.waitall(start() for start in starts)
     assert (results[1] == left).all()
+
+
+@each_rank_of(3)
+def test_the_first_that_ends_is_waited_for(comm: Communicator) -> None:
+    other = comm.dup()
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    requests = [comm.irecv(left), other.iallreduce(np.ones(20_000))]
+    assert not ac.testall(requests)
+    with pytest.raises(ac.CommTimeoutError, match="none of 1 requests is finished"):
+        ac.waitany(requests[:1], timeout=0.01)
+    comm.barrier()
+    place, total = ac.waitany(requests)
+    assert (place, total[0]) == (1, comm.size)
+    comm.barrier()
+    comm.send(comm.rank, right)
+    place, got = ac.waitany(requests[:1])
+    assert (place, int(got)) == (0, left)
+    assert ac.testall(requests)
+    assert ac.testall([])
+    with pytest.raises(ValueError, match="waitany: requests must be one at least; got none"):
+        ac.waitany([])
+
+
+@each_rank_of(3)
+def test_the_error_of_the_one_that_ends_is_raised(comm: Communicator) -> None:
+    left, other = (comm.rank - 1) % comm.size, comm.dup()
+    good = other.irecv(left)
+    wrong = comm.iallreduce(1.0 if comm.rank else "no")
+    with pytest.raises((TypeError, ac.PeerError), match="allreduce"):
+        ac.waitany([good, wrong])
+    comm.barrier()
+    other.send(1, (comm.rank + 1) % comm.size)
+    assert int(good.wait()) == 1
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_a_rank_that_ends_or_does_not_come_ends_the_wait(comes: bool) -> None:
+    waited = Event()
+
+    def wait(comm: Communicator) -> None:
+        if comm.rank == 0:
+            assert comes or waited.wait(60)
+            return
+        what = "has reached the end of its program" if comes else "was in no collective so far"
+        error = ac.PeerError if comes else ac.CommTimeoutError
+        requests = [comm.irecv(0), comm.irecv(0, tag=1)]
+        try:
+            with pytest.raises(error, match=f"rank 0 {what}"):
+                ac.waitany(requests)
+        finally:
+            waited.set()
+        for request in requests:
+            with pytest.raises(ac.ArrayCommError):
+                request.wait()
+
+    run(2, wait, timeout=1.0)

@@ -75,6 +75,23 @@ def from_mpi_leaves_the_world_and_the_given_communicator_alone() -> None:
     given.Free()
 
 
+def from_mpi_keeps_the_grid_of_a_cartesian_communicator() -> None:
+    from mpi4py import MPI
+
+    cart = MPI.COMM_WORLD.Create_cart([RANKS, 1], [True, False])
+    with ac.Communicator.from_mpi(cart, timeout=30) as grid:
+        assert isinstance(grid, ac.GridCommunicator)
+        assert (list(grid.dims), list(grid.coords)) == (cart.dims, cart.coords)
+        assert list(grid.periods) == [True, False]
+        for axis, steps in [(0, 1), (1, 1), (1, -1), (0, 2)]:
+            beyond = {MPI.PROC_NULL: ac.PROC_NULL}
+            assert grid.shift(axis, steps) == tuple(
+                beyond.get(rank, rank) for rank in cart.Shift(axis, steps)
+            )
+        assert grid.dup().sub([True, False]).size == RANKS
+    cart.Free()
+
+
 def wrong_argument_to_from_mpi_on_one_rank_raises_on_all() -> None:
     from mpi4py import MPI
 

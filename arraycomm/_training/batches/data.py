@@ -14,7 +14,7 @@ from typing import Any, Final, Generic, NamedTuple, Self, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from arraycomm._arrays.typing import DataT
+from arraycomm._arrays.typing import DataT, T
 from arraycomm._calls.arguments import check_at_least, check_integer
 from arraycomm._calls.operation import Context
 from arraycomm._collectives.groups import SmallExchange
@@ -478,10 +478,14 @@ class DistributedDataContainer(Sequence[Any], Generic[DataT]):
         self._follow()
         return len(self._index)
 
+    @overload  # type: ignore[override]  # a slice has the type of the data, which may be no sequence
+    def __getitem__(  # type: ignore[overload-overlap]  # an item of a list is no list
+        self: DistributedDataContainer[list[T]], index: int
+    ) -> T: ...
     @overload
-    def __getitem__(self, index: int) -> Any: ...
+    def __getitem__(self, index: int) -> DataT: ...
     @overload
-    def __getitem__(self, index: slice) -> Any: ...
+    def __getitem__(self, index: slice) -> DataT: ...
     def __getitem__(self, index: int | slice) -> Any:
         self._follow()
         if isinstance(index, slice):

@@ -18,7 +18,8 @@ from io import TextIOWrapper
 from tempfile import TemporaryFile
 from typing import IO, Any, Final, TextIO
 
-from arraycomm._arrays.typing import T
+from arraycomm._arrays.typing import T, Ts
+from arraycomm._communicator import Communicator
 from arraycomm._entries import entry
 from arraycomm._errors import PeerError, text_of
 from arraycomm._launch import ADDRESS, NUMBER, RANK, claimed_by, launched
@@ -37,7 +38,9 @@ _HOST: Final = "127.0.0.1"
 
 
 @entry
-def launch(fn: Callable[..., T], ranks: int, *args: Any, timeout: float | None = 1800.0) -> list[T]:
+def launch(
+    fn: Callable[[Communicator, *Ts], T], ranks: int, *args: *Ts, timeout: float | None = 1800.0
+) -> list[T]:
     """Run `fn(comm, *args)` on `ranks` ranks, each a fresh process of this node, without MPI.
 
     For notebooks and scripts; `arraycomm.testing.run` does the same with threads.

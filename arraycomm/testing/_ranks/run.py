@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Final
 
-from arraycomm._arrays.typing import T
+from arraycomm._arrays.typing import T, Ts
 from arraycomm._calls.arguments import check_at_least
+from arraycomm._communicator import Communicator
 from arraycomm._transports.threads import make_group
 from arraycomm.testing._failures import first_failure
 from arraycomm.testing._internals import communicator_over
@@ -21,8 +22,8 @@ _SLACK: Final = 2.0
 
 def run(
     size: int,
-    fn: Callable[..., T],
-    *args: Any,
+    fn: Callable[[Communicator, *Ts], T],
+    *args: *Ts,
     timeout: float = 60.0,
     schedule: Schedule | int | None = None,
 ) -> list[T]:

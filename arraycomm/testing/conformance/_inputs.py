@@ -67,7 +67,8 @@ class Arrays(Sealed[RankValues[ArrayCase]]):
 class Reduction(NamedTuple):
     """A reduction, and one array for each rank that it can be applied to."""
 
-    op: str
+    # One of the named ones.
+    op: Any
     arrays: Arrays
 
     def fold(self) -> Array:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
+from arraycomm._arrays.typing import OpName
 from arraycomm._communicator import Communicator
 from arraycomm._functions import allreduce_tree, synchronize
 from arraycomm._messages.matching import ANY_SOURCE, ANY_TAG, Status
@@ -375,7 +376,7 @@ class MovementLaws:
 
 
 def arguments_of_collectives(
-    comm: Communicator, x: Any, op: str, root: int
+    comm: Communicator, x: Any, op: OpName, root: int
 ) -> dict[str, tuple[Any, ...]]:
     """Return the arguments of each collective that accepts an array with a row for each rank.
 
@@ -401,7 +402,7 @@ def arguments_of_collectives(
     return {name: args for name, args in known.items() if hasattr(comm, name)}
 
 
-def _calls(comm: Any, x: Any, op: str, root: int) -> dict[str, Callable[[], list[Any]]]:
+def _calls(comm: Any, x: Any, op: OpName, root: int) -> dict[str, Callable[[], list[Any]]]:
     """Return functions that call a collective with `x`, and return its results."""
 
     def call(name: str, *args: Any) -> list[Any]:

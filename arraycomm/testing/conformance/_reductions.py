@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
+from arraycomm._arrays.typing import OpName
 from arraycomm._calls import custom_ops
 from arraycomm._communicator import Communicator
 from arraycomm._dtypes import OPS as ALL_OPS
@@ -95,7 +96,7 @@ class ReductionLaws:
             check_elements(elements_of(result), want, op)
 
     @law(op=st.sampled_from(ALL_OPS), seed=st.integers(1, 2**31))
-    def test_every_dtype_has_its_ops(self, comm: Communicator, op: str, seed: int) -> None:
+    def test_every_dtype_has_its_ops(self, comm: Communicator, op: OpName, seed: int) -> None:
         """Each dtype that has a reduction gets its fold in rank order."""
         for dtype in (dtype for dtype, known in CASES if known == op):
             cases = [ArrayCase(name_of(dtype), (40,), seed=seed + r) for r in range(comm.size)]
@@ -320,7 +321,7 @@ class ReductionLaws:
 
     @law(drawn=reductions_of_numbers())
     def test_numbers_come_back_as_their_type(
-        self, comm: Communicator, drawn: tuple[str, Sealed[Any]]
+        self, comm: Communicator, drawn: tuple[OpName, Sealed[Any]]
     ) -> None:
         """Python and NumPy numbers are reduced as arrays without dimensions are."""
         op, numbers = drawn[0], drawn[1].value

@@ -10,6 +10,7 @@ import hypothesis
 import numpy as np
 from hypothesis import strategies as st
 
+from arraycomm._arrays.typing import OpName
 from arraycomm._communicator import Communicator
 from arraycomm._errors import MismatchError
 from arraycomm._functions import allreduce_gradients, allreduce_tree, synchronize
@@ -101,7 +102,7 @@ class TreeLaws:
 
     @law(tree=state_trees(), drawn=reducible_trees())
     def test_ties_stay_ties(
-        self, comm: Communicator, tree: Sealed[Any], drawn: tuple[str, Any]
+        self, comm: Communicator, tree: Sealed[Any], drawn: tuple[OpName, Any]
     ) -> None:
         """Leaves that are one array stay one, and other leaves do not share memory."""
         state, (op, summands) = tree.on(comm.rank), drawn
@@ -139,7 +140,7 @@ class TreeLaws:
 
     @law(drawn=reducible_trees(), bucket_bytes=st.integers(1, 1 << 17))
     def test_allreduce_tree_reduces_every_leaf(
-        self, comm: Communicator, drawn: tuple[str, Any], bucket_bytes: int
+        self, comm: Communicator, drawn: tuple[OpName, Any], bucket_bytes: int
     ) -> None:
         """Each leaf is the result of `allreduce`, however leaves are fused; None stays None."""
         op, tree = drawn
@@ -151,7 +152,7 @@ class TreeLaws:
 
     @law(drawn=reducible_trees())
     def test_a_plan_does_what_allreduce_tree_does(
-        self, comm: Communicator, drawn: tuple[str, Any]
+        self, comm: Communicator, drawn: tuple[OpName, Any]
     ) -> None:
         """The results are the same bits in every call, whether or not earlier results are kept."""
         op, tree = drawn
@@ -206,7 +207,7 @@ class TreeLaws:
     def test_missing_gradients_count_as_zeros(
         self,
         comm: Communicator,
-        drawn: tuple[str, Sequence[Arrays], Sealed[Any]],
+        drawn: tuple[OpName, Sequence[Arrays], Sealed[Any]],
         bucket_bytes: int,
     ) -> None:
         """None on some ranks counts as zeros, or is an error; None on all ranks stays None."""
