@@ -12,8 +12,8 @@ import threading
 import traceback
 from collections.abc import Iterator, Sequence
 from opcode import opmap
-from types import FrameType, TracebackType
-from typing import Final
+from types import CodeType, FrameType, TracebackType
+from typing import Final, NamedTuple
 
 _OURS: Final = (
     os.path.dirname(__file__) + os.sep,
@@ -66,8 +66,26 @@ def is_ours(filename: str) -> bool:
     return filename.startswith(_OURS) and not filename.startswith(_USERS_FILES)
 
 
+class CallSite(NamedTuple):
+    """Where a call was made: its text, which only errors need, is `file.py:line`."""
+
+    code: CodeType | None
+    line: int
+    thread: str = ""
+
+    def __str__(self) -> str:
+        if self.code is None:
+            return f"thread {self.thread}"
+        return f"{self.code.co_filename.rpartition(os.sep)[2]}:{self.line}"
+
+
 def call_site(inside: int = 1) -> str:
-    """Return `file.py:line` of the innermost frame outside the library and the frameworks.
+    """Return the text of `find_call_site`."""
+    return str(find_call_site(inside + 1))
+
+
+def find_call_site(inside: int = 1) -> CallSite:
+    """Return the innermost line outside the library and the frameworks.
 
     A thread of a framework or of a pool may have none: then it is the framework's outermost frame,
     or the thread's name. The first `inside` frames are known to be the library's.
@@ -80,15 +98,13 @@ def call_site(inside: int = 1) -> str:
         if package is None:
             package = _add_package(module)
         if package not in _INSIDE:
-            return _line(frame)
+            return CallSite(frame.f_code, frame.f_lineno)
         if package in _FRAMEWORKS and package != "arraycomm":
             outermost = frame
         frame = frame.f_back
-    return f"thread {threading.current_thread().name}" if outermost is None else _line(outermost)
-
-
-def _line(frame: FrameType) -> str:
-    return f"{frame.f_code.co_filename.rpartition(os.sep)[2]}:{frame.f_lineno}"
+    if outermost is None:
+        return CallSite(None, 0, threading.current_thread().name)
+    return CallSite(outermost.f_code, outermost.f_lineno)
 
 
 def _add_package(module: object) -> str:

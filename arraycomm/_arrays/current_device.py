@@ -37,9 +37,11 @@ class working_on:  # noqa: N801
         self._before = -1
 
     def __enter__(self) -> None:
-        cupy = imported("cupy")
-        if cupy is not None and (before := cupy.cuda.runtime.getDevice()) != self._device:
-            cupy.cuda.Device(self._device).use()
+        # Without a further call: each call on a device enters a dozen of these.
+        cuda = getattr(sys.modules.get("cupy"), "cuda", None)
+        runtime = getattr(cuda, "runtime", None)
+        if runtime is not None and (before := runtime.getDevice()) != self._device:
+            sys.modules["cupy"].cuda.Device(self._device).use()
             self._before = before
 
     def __exit__(self, *_: object) -> None:

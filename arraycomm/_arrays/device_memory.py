@@ -152,18 +152,18 @@ class DeviceMemory(abc.ABC):
         """Return numbers of 32 bits in pinned memory of the host, all 0."""
 
     @abc.abstractmethod
-    def write(self, word: Array, value: int) -> None:
-        """Write a number to one of the `words` once the device comes to it."""
+    def write(self, word: int, value: int) -> None:
+        """Write a number to the address of one of the `words` once the device comes to it."""
 
     @abc.abstractmethod
-    def spoil(self, device_buffer: DeviceBuffer, given_up: Array) -> None:
-        """Set every bit if `given_up`, one of the `words`, is not 0 once the device comes to it.
+    def spoil(self, device_buffer: DeviceBuffer, given_up: int) -> None:
+        """Set every bit if the word at `given_up`, one of `words`, is not 0 then on the device.
 
         Floating-point numbers are NaN then.
         """
 
-    def load(self) -> None:
-        """Load what does this work, as far as it does not depend on the elements' dtype.
+    def load(self, op: str | None = None, dtype: DType | None = None) -> None:
+        """Load what folds elements of a dtype, or what does the work that depends on none.
 
         To load it later may wait until the device is idle, and so for other ranks.
         """

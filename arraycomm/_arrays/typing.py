@@ -40,7 +40,7 @@ else:
 
 # What a function takes beside the communicator.
 Ts = TypeVarTuple("Ts")
-OpName: TypeAlias = Literal["sum", "mean", "prod", "min", "max", "and", "or", "xor"]
+OpName: TypeAlias = Literal["sum", "fsum", "mean", "prod", "min", "max", "and", "or", "xor"]
 
 # NumPy's types know the number of dimensions, which some calls change.
 Rows: TypeAlias = "np.ndarray[Any, DTypeT] | complex"

@@ -17,7 +17,7 @@ from arraycomm._calls.operation import Context, Operation
 from arraycomm._calls.placement import HostPlacement, Placements, StagedTreePlacement
 from arraycomm._calls.requests import Ended, Request, noting
 from arraycomm._calls.statistics import Statistics
-from arraycomm._callsite import call_site, describe_raise, trim
+from arraycomm._callsite import call_site, describe_raise, find_call_site, trim
 from arraycomm._errors import name_operation
 from arraycomm._protocol.agreement import Agreement, UndeliveredError, agree, fail_in_step
 from arraycomm._protocol.engine import Engine
@@ -219,12 +219,11 @@ class Runner:
             group.control.step += 2
             return (yield from self._finish(operation, NO_HEADERS))
         deferred = placement.async_check and (independent or operation.independent_on_devices)
-        if deferred:
-            # The header is checked later, in whichever thread.
-            site = site or call_site()
+        # The header may be checked later, in whichever thread.
+        where = (site or find_call_site()) if deferred else site
         show(group.control, prefix_of(operation), operation.payload)
         signature, negotiable = operation.signature, operation.negotiable
-        agreeing = agree(group.control, signature, negotiable=negotiable, site=site)
+        agreeing = agree(group.control, signature, negotiable=negotiable, site=where)
         if deferred:
             # What the device is to do waits there for the other ranks.
             group.engine.follow(group.guarded(agreeing, deferred=True))

@@ -53,6 +53,7 @@ def prefixes(link: Link, source: Flat, target: Flat | None, op: str, inclusive: 
     Each rank folds all prefixes of its slice. Exclusive, rank 0 has no target.
     """
     size = link.size
+    link.load(op, source.dtype)
     ranges = chunks.ranges(link, source)
     cuts = [[chunk.start + bound for bound in chunks.slices(len(chunk), size)] for chunk in ranges]
     counts = [bounds[link.rank + 1] - bounds[link.rank] for bounds in cuts]

@@ -77,37 +77,34 @@ def on_cuda(x: Any) -> bool:
     return device_of(x) is not None
 
 
-def stream_of(x: Any) -> int | None:
-    """Return the stream that the framework of a device array uses now.
-
-    None for JAX, which does not show its streams: for its arrays any stream will do.
-    """
-    framework, device = framework_of(x), device_of(x)
-    streams = framework.streams(device) if framework is not None and device is not None else ()
-    return streams[0] if streams else None
-
-
 def number_of(x: Any) -> int | None:
     """Return the number of the device that an array is on; None if any device can reach it."""
     device = device_of(x)
     return None if device == ANY else device
 
 
-def check_stream(x: Any) -> None:
-    """Raise if calls of a device array cannot be ordered in the framework's current stream."""
-    framework, device = framework_of(x), device_of(x)
+def check_stream(x: Any) -> tuple[int, ...]:
+    """Return the streams that the framework of a device array uses now, if calls can be there.
+
+    None are those of JAX, which does not show them: for its arrays any stream will do. Raises if
+    calls cannot be ordered in the framework's current stream.
+    """
+    framework = framework_of(x)
+    device = None if framework is None else framework.device(x)
     if framework is None or device is None:
-        return
-    if framework.captures(device):
+        return ()
+    streams = framework.streams(device)
+    if framework.captures(device, streams):
         raise ValueError(
             f"the current stream of {framework.name} is captured into a CUDA graph, which cannot "
             "hold the other ranks' part of a call; make the call outside of the capture"
         )
-    if PER_THREAD in framework.streams(device):
+    if PER_THREAD in streams:
         raise ValueError(
             f"the current stream of {framework.name} is CUDA's default stream of each thread, in "
             "which no other thread can put work; make the call in a stream of its own"
         )
+    return streams
 
 
 def device_view(x: Any, name: str, memory: DeviceMemory) -> DeviceView:
@@ -143,7 +140,7 @@ def empty_like(
     """
     framework = framework_named(like.framework)
     device_buffer = framework.empty(shape, dtype, like.source, memory)
-    order(memory, framework.streams(memory.device), (memory.stream,))
+    order(memory, _streams_of(like, memory), (memory.stream,))
     return Result(device_buffer, shape), device_buffer
 
 
@@ -206,11 +203,20 @@ def _inspect(x: Any, name: str, memory: DeviceMemory) -> tuple[Framework, Device
     return framework, export, found
 
 
+def _streams_of(view: BufferView, memory: DeviceMemory) -> tuple[int, ...]:
+    """Return the streams that the view's framework uses now.
+
+    If a call is in the only one of a view, it is in that of its caller, which all its steps have.
+    """
+    if isinstance(view, DeviceView) and view.streams == (memory.stream,) != (memory.own_stream,):
+        return view.streams
+    return framework_named(view.framework).streams(memory.device)
+
+
 def _release(view: BufferView, memory: DeviceMemory) -> None:
     """Have the streams that the view's framework uses wait for the memory's stream."""
     before = view.streams if isinstance(view, DeviceView) else ()
-    now = framework_named(view.framework).streams(memory.device)
-    order(memory, (memory.stream,), dict.fromkeys((*before, *now)))
+    order(memory, (memory.stream,), dict.fromkeys((*before, *_streams_of(view, memory))))
     if isinstance(view, DeviceView) and not view.streams:
         LEASES.add(memory.record(), view)
 

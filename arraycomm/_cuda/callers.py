@@ -19,11 +19,12 @@ from arraycomm._cuda.streams import cupy_stream, is_same
 class State(NamedTuple):
     """One thing that belongs to a thread; `read` returns None if this process does not use it.
 
-    If it is a stream, `handle` returns CUDA's handle, and `of` the framework's stream of a handle.
+    If it is a stream, `handle` returns CUDA's handle, and `of` what `read` would of a handle.
     """
 
     read: Callable[[int | None], Any]
-    within: Callable[[Any], AbstractContextManager[Any]]
+    # Of what `read` has returned, and the device.
+    within: Callable[[Any, int | None], AbstractContextManager[Any]]
     handle: Callable[[Any], int] | None = None
     of: Callable[[int, int], Any] | None = None
 
@@ -32,14 +33,18 @@ def _torch() -> Any:
     return sys.modules["torch"]
 
 
-def _torch_stream(device: int | None) -> Any:
+def _torch_stream(device: int | None) -> int | None:
     torch = imported("torch")
-    in_use = torch is not None and torch.cuda.is_initialized()
-    return torch.cuda.current_stream(device) if in_use else None
+    if torch is None or not torch.cuda.is_initialized():
+        return None
+    number = torch.cuda.current_device() if device is None else device
+    stream: int = torch._C._cuda_getCurrentRawStream(number)
+    return stream
 
 
-def _in_torch_stream(stream: Any) -> Any:
-    return _torch().cuda.stream(stream)
+def _in_torch_stream(stream: int, device: int | None) -> Any:
+    cuda = _torch().cuda
+    return cuda.stream(cuda.ExternalStream(stream, device=device))
 
 
 def _cupy_stream(device: int | None) -> Any:
@@ -58,11 +63,13 @@ STATES: Final[dict[str, State]] = {
     "torch": State(
         _torch_stream,
         _in_torch_stream,
-        lambda stream: int(stream.cuda_stream),
-        lambda stream, device: _torch().cuda.ExternalStream(stream, device=device),
+        lambda stream: int(stream),
+        lambda stream, _device: stream,
     ),
-    "cupy": State(_cupy_stream, lambda stream: stream, lambda stream: int(stream.ptr), cupy_stream),
-    "grad mode": State(_grad_mode, lambda on: _torch().set_grad_enabled(on)),
+    "cupy": State(
+        _cupy_stream, lambda stream, _: stream, lambda stream: int(stream.ptr), cupy_stream
+    ),
+    "grad mode": State(_grad_mode, lambda on, _: _torch().set_grad_enabled(on)),
 }
 
 
@@ -75,20 +82,22 @@ class Caller:
 
     def __init__(self, device: int | None, stream: int | None = None) -> None:
         self._device = device
-        read = {name: state.read(device) for name, state in STATES.items()}
-        self._taken = {name: found for name, found in read.items() if found is not None}
-        for name in self._taken:
-            make = STATES[name].of
-            if stream is not None and device is not None and make is not None:
-                self._taken[name] = make(stream, device)
+        self._taken = list[tuple[State, Any]]()
+        for state in STATES.values():
+            found = state.read(device)
+            if found is None:
+                continue
+            if stream is not None and device is not None and state.of is not None:
+                found = state.of(stream, device)
+            self._taken.append((state, found))
 
     def here(self) -> AbstractContextManager[Any]:
         """Return a context in which this thread has what the caller had in its own."""
         device = self._device
         differing = [
-            STATES[name].within(taken)
-            for name, taken in self._taken.items()
-            if STATES[name].read(device) != taken
+            state.within(taken, device)
+            for state, taken in self._taken
+            if state.read(device) != taken
         ]
         if device is not None and not differing:
             return working_on(device)
@@ -132,7 +141,7 @@ class Waiters:
         for kept in self._kept:
             if hasattr(kept, "record_stream"):
                 # It may have been made in the memory's stream, and is used in this one from now on.
-                kept.record_stream(_torch_stream(self._memory.device))
+                kept.record_stream(_torch().cuda.current_stream(self._memory.device))
         self._wait(event)
 
     def _wait(self, event: Event) -> None:

@@ -6,12 +6,12 @@ import ctypes
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, Self
+from typing import Any, Final, Self
 
 import numpy as np
 
 from arraycomm._arrays.current_device import driver, working_on
-from arraycomm._arrays.device_memory import Array, DeviceBuffer, DeviceMemory, Event, Piece
+from arraycomm._arrays.device_memory import Array, DeviceBuffer, DeviceMemory, Piece
 from arraycomm._arrays.pinned import pinned
 from arraycomm._cuda.driver import NOT_READY, call, check, status_of
 from arraycomm._cuda.kernels import Kernels
@@ -139,9 +139,10 @@ class current(working_on):  # noqa: N801
     __slots__ = ()
 
     def __exit__(self, *raised: object) -> None:
-        super().__exit__(*raised)
+        if self._before >= 0:
+            super().__exit__(*raised)
         error = raised[1]
-        if isinstance(error, RuntimeError):
+        if error is not None and isinstance(error, RuntimeError):
             import cupy
 
             cuda = cupy.cuda
@@ -152,13 +153,11 @@ class current(working_on):  # noqa: N801
 class _Event:
     """A CUDA event, recorded on a stream."""
 
-    def __init__(self, device: int, stream: int) -> None:
-        import cupy
-
-        self._runtime = cupy.cuda.runtime
+    def __init__(self, cuda: Any, device: int, stream: int) -> None:
+        self._runtime = cuda.runtime
         self._device = device
         with current(device):
-            self._event = cupy.cuda.Event(disable_timing=True)
+            self._event = cuda.Event(disable_timing=True)
             self._runtime.eventRecord(self._event.ptr, stream)
         self._done = False
 
@@ -224,7 +223,7 @@ class CudaMemory(DeviceMemory):
         if array.nbytes:
             self._copy(made.address, array.ctypes.data, array.nbytes)
             # CUDA reads pinned memory later, and may do so with other memory.
-            _Event(self.device, self.stream).synchronize()
+            self.record().synchronize()
         return made
 
     def download(self, device_buffer: DeviceBuffer, into: Array) -> None:
@@ -234,7 +233,7 @@ class CudaMemory(DeviceMemory):
             )
         if device_buffer.nbytes:
             self._copy(into.ctypes.data, device_buffer.address, device_buffer.nbytes)
-        _Event(self.device, self.stream).synchronize()
+        self.record().synchronize()
 
     def fold(self, op: str, dtype: DType, rows: Sequence[DeviceBuffer], out: DeviceBuffer) -> None:
         self._reduce("fold", op, dtype, rows, [out])
@@ -252,7 +251,7 @@ class CudaMemory(DeviceMemory):
         rows: Sequence[DeviceBuffer],
         outs: Sequence[DeviceBuffer],
     ) -> None:
-        sources, targets = ([each.address for each in buffers] for buffers in (rows, outs))
+        sources, targets = [each.address for each in rows], [each.address for each in outs]
         with current(self.device):
             self._kernels.reduce(kernel, op, dtype, sources, targets, len(outs[0]), self.stream)
 
@@ -261,29 +260,27 @@ class CudaMemory(DeviceMemory):
         with current(self.device):
             self._kernels.gather_pieces(plain, target.address, self.stream)
 
-    def load(self) -> None:
+    def load(self, op: str | None = None, dtype: DType | None = None) -> None:
         with current(self.device):
-            self._kernels.load()
+            self._kernels.load(op, dtype)
 
-    def record(self) -> Event:
-        return _Event(self.device, self.stream)
+    def record(self) -> _Event:
+        return _Event(self._cupy.cuda, self.device, self.stream)
 
     def words(self, count: int) -> Array:
         found = pinned(self.device).empty(4 * count).view(np.uint32)
         found[...] = 0
         return found
 
-    def write(self, word: Array, value: int) -> None:
-        address = word.__array_interface__["data"][0]
+    def write(self, word: int, value: int) -> None:
         with current(self.device):
-            call(self.device, "cuStreamWriteValue32_v2", self.stream, address, value, 0)
+            call(self.device, "cuStreamWriteValue32_v2", self.stream, word, value, 0)
 
-    def spoil(self, device_buffer: DeviceBuffer, given_up: Array) -> None:
-        if not device_buffer.nbytes:
-            return
-        address = given_up.ctypes.data
-        with current(self.device):
-            self._kernels.spoil(device_buffer.address, device_buffer.nbytes, address, self.stream)
+    def spoil(self, device_buffer: DeviceBuffer, given_up: int) -> None:
+        nbytes = device_buffer.nbytes
+        if nbytes:
+            with current(self.device):
+                self._kernels.spoil(device_buffer.address, nbytes, given_up, self.stream)
 
     def close(self) -> None:
         # CuPy's pool keeps memory for each stream, and would keep it for one that is gone.

@@ -56,6 +56,7 @@ class _Progress:
     def __init__(self, memory: DeviceMemory) -> None:
         # The number, and whether the calls under way are given up.
         self._number, self._given_up = memory.words(2).reshape(2, 1)
+        self._number_at, self.given_up_at = self._number.ctypes.data, self._given_up.ctypes.data
         self._last = self._seen = 0
         self._since = 0.0
 
@@ -69,7 +70,7 @@ class _Progress:
 
     def _put(self, memory: DeviceMemory, number: int) -> None:
         self._last = number % (1 << 32)
-        memory.write(self._number, self._last)
+        memory.write(self._number_at, self._last)
 
     @property
     def pending(self) -> bool:
@@ -91,7 +92,7 @@ class _Progress:
 
     def guard(self, result: DeviceBuffer) -> None:
         """Spoil a result if its call is given up before the device comes here."""
-        result.memory.spoil(result, self._given_up)
+        result.memory.spoil(result, self.given_up_at)
 
 
 # The memory to which a device may still write.
@@ -138,10 +139,11 @@ class Devices(Placements):
         x = next(filter(arrays.on_cuda, others), None)
         if x is None:
             return self.host
-        arrays.check_stream(x)
+        streams = arrays.check_stream(x)
         custom = any(isinstance(argument, Op) for argument in others)
         if self.link is not None and not custom:
-            return DevicePlacement(self._group, self.link, self, self._stream_for(x, is_request))
+            stream = self._stream_for(streams, is_request)
+            return DevicePlacement(self._group, self.link, self, stream)
         # Ranks negotiate when a header shows an array on a device; check=False sends no headers.
         undecided = not self.negotiated and self._group.options.check and not custom
         return CopiedPlacement(
@@ -154,8 +156,7 @@ class Devices(Placements):
             return self.host_tree
         first = leaves[on_device.index(True)]
         one_of_each = {type(x): x for x, there in zip(leaves, on_device, strict=True) if there}
-        for leaf in one_of_each.values():
-            arrays.check_stream(leaf)
+        streams = {kind: arrays.check_stream(leaf) for kind, leaf in one_of_each.items()}
         if (self.negotiated and self.link is None) or not self._group.options.check:
             return CopiedTreePlacement(self._group, ON_HOST, arrays.number_of(first))
         # The ranks compare the flag, which differs if a leaf is on a device on some ranks only.
@@ -164,7 +165,7 @@ class Devices(Placements):
             flag = ALL_ON_DEVICE
         if self.link is None:
             return CopiedTreePlacement(self._group, flag, arrays.number_of(first))
-        stream = self._stream_for(first, is_request)
+        stream = self._stream_for(streams[type(first)], is_request)
         return TreePlacement(self._group, self.link, self, stream, flag)
 
     def of_mixed_tree(self, agreement: Agreement) -> HostPlacement:
@@ -185,10 +186,9 @@ class Devices(Placements):
             return self.host
         return DevicePlacement(self._group, self.link, self, self._own_stream)
 
-    def _stream_for(self, x: Any, is_request: bool) -> int:
+    def _stream_for(self, streams: Sequence[int], is_request: bool) -> int:
         """Return a call's stream: a blocking one's is the framework's current one, if shown."""
-        stream = None if is_request else arrays.stream_of(x)
-        return self._own_stream if stream is None else stream
+        return self._own_stream if is_request or not streams else streams[0]
 
     @property
     def _own_stream(self) -> int:
@@ -234,25 +234,21 @@ class Devices(Placements):
 
     # Work under way
 
-    def enter(self, stream: int) -> None:
-        """Continue in a stream, after this communicator's work in other streams."""
-        if self._last is not None and self._stream != stream:
-            self._last.wait_on(stream)
-        self._stream = stream
-        if self._waits_there:
-            # This thread may have to wait in CUDA for a rank that does not come.
-            _watch.add(self)
-
     @property
     def _waits_there(self) -> bool:
         """Whether the device waits for other ranks, and the host goes on."""
         return self.link is not None and self.link.async_check
 
     def begin(self, memory: DeviceMemory) -> None:
-        """Put the beginning of a call on the memory's stream."""
+        """Put the beginning of a call on the memory's stream, after work in other streams."""
+        if self._last is not None and self._stream != memory.stream:
+            self._last.wait_on(memory.stream)
+        self._stream = memory.stream
         if self._waits_there:
             self._progress = self._progress or _Progress(memory)
             self._progress.begin(memory)
+            # This thread may have to wait in CUDA for a rank that does not come.
+            _watch.add(self)
 
     def guard(self, result: DeviceBuffer) -> None:
         """Let nobody take the result of a call that is given up for one that is right.
@@ -268,7 +264,6 @@ class Devices(Placements):
             return
         if self._progress is not None:
             self._progress.end(memory)
-            _watch.add(self)
         self._last = memory.record()
         if waiters is not None:
             self.follow = partial(waiters.wait, self._last)

@@ -1,7 +1,7 @@
 // The reductions of arraycomm._folds on a device, with the same bits, and the packing of pieces.
 //
 // Each reduction is compiled by itself. With OP and DTYPE, which kernels.py takes from the two
-// lists below, this file has `fold` and `prefixes`; without them it has `copy_pieces` and `spoil`. The compiler
+// lists below, this file has the folds and `prefixes`; without them it has `copy_pieces` and `spoil`. The compiler
 // must not fuse a product with a sum, nor flush subnormal numbers: see the options in kernels.py.
 //
 // No header is included, so that NVRTC needs no other files. A host compiler takes the file as
@@ -241,6 +241,20 @@ struct Rows {
     int packed;  // whether all rows and outs are aligned to 16 bytes
 };
 
+// The argument of a fold of a few rows, in one launch, which ends a call.
+constexpr int FEW_ROWS = 16;
+
+struct Few {
+    const void *rows[FEW_ROWS];
+    void *outs[1];
+    void *carry;  // null
+    Size elements;
+    int count, before, more, packed;    // as in Rows; nothing is before and nothing follows
+    const volatile unsigned *given_up;  // the host's memory; or null
+    volatile unsigned *word;            // the same, where `number` is written at the end; or null
+    unsigned number;
+};
+
 template <class D, int COUNT>
 struct Totals {
     typename D::Total at[COUNT];
@@ -264,8 +278,8 @@ struct Totals {
 };
 
 // Reduces the packs from `place` to `end`; each thread of the grid takes its share of them.
-template <class D, class Op, bool EVERY, int COUNT>
-DEVICE void reduce_packs(const Rows &call, Size place, Size end) {
+template <class D, class Op, bool EVERY, int COUNT, class Call>
+DEVICE void reduce_packs(const Call &call, Size place, Size end) {
     place += Size(blockIdx.x) * blockDim.x + threadIdx.x;
     for (; place < end; place += Size(gridDim.x) * blockDim.x) {
         Totals<D, COUNT> *const carry = static_cast<Totals<D, COUNT> *>(call.carry) + place;
@@ -416,8 +430,8 @@ struct Words {
 
 // The sum of one place of all rows: by pairs of doubles if these lose nothing, and else in words, as
 // with EVERY, or if it takes several launches.
-template <class D, bool EVERY>
-DEVICE void sum_rows(const Rows &call, Size place) {
+template <class D, bool EVERY, class Call>
+DEVICE void sum_rows(const Call &call, Size place) {
     using R = typename Reals<D>::Real;
     using Element = typename R::Element;
     using N = Narrowing<R>;
@@ -451,8 +465,8 @@ DEVICE void sum_rows(const Rows &call, Size place) {
 }
 
 // EVERY: the prefix up to each row goes to its own out; otherwise the fold goes to the first out.
-template <class D, class Op, bool EVERY>
-DEVICE void reduce_rows(const Rows &call) {
+template <class D, class Op, bool EVERY, class Call>
+DEVICE void reduce_rows(const Call &call) {
     if constexpr (Op::EXACT) {
         const Size places = call.elements * Reals<D>::PARTS;
         for (Size place = Size(blockIdx.x) * blockDim.x + threadIdx.x; place < places; place += Size(gridDim.x) * blockDim.x)
@@ -520,20 +534,40 @@ struct Spoiled {
     const volatile unsigned *given_up;  // the host's memory
 };
 
-DEVICE void spoil_result(const Spoiled &result) {
+DEVICE bool is_given_up(const volatile unsigned *word) {
     SHARED unsigned given_up;
-    if (!threadIdx.x) given_up = *result.given_up;
+    if (!threadIdx.x) given_up = word ? *word : 0;
     MEET;
-    if (!given_up) return;
+    return given_up;
+}
+
+DEVICE void set_all_bits(char *target, Size nbytes) {
     const Size step = Size(gridDim.x) * blockDim.x;
-    for (Size at = Size(blockIdx.x) * blockDim.x + threadIdx.x; at < result.nbytes; at += step)
-        result.target[at] = -1;
+    for (Size at = Size(blockIdx.x) * blockDim.x + threadIdx.x; at < nbytes; at += step)
+        target[at] = -1;
+}
+
+DEVICE void spoil_result(const Spoiled &result) {
+    if (is_given_up(result.given_up)) set_all_bits(result.target, result.nbytes);
+}
+
+// Folds a few rows, or spoils the result; tells the host that the device has come here.
+template <class D, class Op>
+DEVICE void fold_few_rows(const Few &call) {
+    if (is_given_up(call.given_up)) {
+        const Size nbytes = call.elements * Size(sizeof(typename D::Element));
+        set_all_bits(static_cast<char *>(call.outs[0]), nbytes);
+    } else {
+        reduce_rows<D, Op, false>(call);
+    }
+    if (call.word && !blockIdx.x && !threadIdx.x) *call.word = call.number;
 }
 
 // ---- kernels ------------------------------------------------------------------------------------
 
 #ifdef OP
 KERNEL void fold(const Rows call) { reduce_rows<DTYPE, OP<DTYPE>, false>(call); }
+KERNEL void fold_few(const Few call) { fold_few_rows<DTYPE, OP<DTYPE>>(call); }
 KERNEL void prefixes(const Rows call) { reduce_rows<DTYPE, OP<DTYPE>, true>(call); }
 #else
 KERNEL void copy_pieces(const Pieces pieces) { copy_chunk(pieces); }

@@ -67,8 +67,8 @@ class Framework(abc.ABC):
     def streams(self, device: int) -> tuple[int, ...]:
         """Return the streams in which arrays are used now."""
 
-    def captures(self, device: int) -> bool:
-        """Return whether a CUDA graph is captured from what is put on the current stream."""
+    def captures(self, device: int, streams: tuple[int, ...]) -> bool:
+        """Return whether a CUDA graph is captured from what is put on its current `streams`."""
         return False
 
     @abc.abstractmethod
@@ -115,20 +115,24 @@ class _Torch(Framework):
         return (x.device.index or 0) if x.is_cuda else None
 
     def streams(self, device: int) -> tuple[int, ...]:
-        return (int(sys.modules["torch"].cuda.current_stream(device).cuda_stream),)
+        # What `current_stream` makes an object of, which takes ten times as long.
+        return (sys.modules["torch"]._C._cuda_getCurrentRawStream(device),)
 
-    def captures(self, device: int) -> bool:
+    def captures(self, device: int, streams: tuple[int, ...]) -> bool:
+        if streams[0] <= PER_THREAD:
+            return False
         cuda = sys.modules["torch"].cuda
         with cuda.device(device):
             return bool(cuda.is_current_stream_capturing())
 
     def export(self, x: Any, name: str, memory: DeviceMemory) -> DeviceExport:
         _check_tensor(x, name)
-        tensor = x.detach().resolve_conj().resolve_neg()
-        dtype = BY_NAME[str(x.dtype).removeprefix("torch.")].dtype
+        lazy = x.is_conj() or x.is_neg()
+        tensor = x.detach().resolve_conj().resolve_neg() if lazy or x.requires_grad else x
+        dtype = _dtype_of(x.dtype)
         strides = tuple(step * dtype.itemsize for step in tensor.stride())
         layout = Layout(tensor.data_ptr(), tuple(tensor.shape), strides, dtype)
-        return DeviceExport(layout, False, tensor, copied=x.is_conj() or x.is_neg())
+        return DeviceExport(layout, False, tensor, copied=lazy)
 
     def empty(self, shape: Shape, dtype: DType, source: Any, memory: DeviceMemory) -> DeviceBuffer:
         torch = sys.modules["torch"]
@@ -153,6 +157,12 @@ class _Torch(Framework):
 
     def changed(self, out: Any) -> None:
         sys.modules["torch"].autograd.graph.increment_version(out)
+
+
+@cache
+def _dtype_of(dtype: Any) -> DType:
+    """Return NumPy's dtype, or ml_dtypes', of one of torch's."""
+    return BY_NAME[str(dtype).removeprefix("torch.")].dtype
 
 
 def _check_tensor(x: Any, name: str) -> None:
@@ -182,12 +192,13 @@ class _CuPy(Framework):
 
         return (int(cupy.cuda.get_current_stream(device).ptr),)
 
-    def captures(self, device: int) -> bool:
+    def captures(self, device: int, streams: tuple[int, ...]) -> bool:
+        # The default streams cannot be captured, and must not be asked while another stream is.
+        if streams[0] <= PER_THREAD:
+            return False
         import cupy
 
-        stream = cupy.cuda.get_current_stream(device)
-        # The default streams cannot be captured, and must not be asked while another stream is.
-        return stream.ptr > PER_THREAD and bool(stream.is_capturing())
+        return bool(cupy.cuda.get_current_stream(device).is_capturing())
 
     def export(self, x: Any, name: str, memory: DeviceMemory) -> DeviceExport:
         return DeviceExport(Layout(int(x.data.ptr), x.shape, x.strides, x.dtype), False, x)

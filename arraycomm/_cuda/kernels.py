@@ -16,7 +16,6 @@ from typing import Any, Final
 
 import numpy as np
 
-from arraycomm._arrays.current_device import working_on
 from arraycomm._arrays.device_memory import DeviceBuffer
 from arraycomm._cuda.driver import call
 from arraycomm._dtypes import DType, name_of
@@ -42,7 +41,33 @@ PIECE: Final = np.dtype(
     align=True,
 )
 PIECES: Final = np.dtype([("at", PIECE, MAX_PIECES), ("count", np.int32)], align=True)
-SPOILED: Final = np.dtype([("target", np.int64), ("nbytes", np.int64), ("given_up", np.int64)])
+FEW_ROWS: Final = 16
+
+
+class Few(ctypes.Structure):
+    """The argument of a fold of a few rows; with addresses of words, it also ends a call."""
+
+    _fields_ = (
+        ("rows", ctypes.c_int64 * FEW_ROWS),
+        *((name, ctypes.c_int64) for name in ("out", "carry", "elements")),
+        *((name, ctypes.c_int32) for name in ("count", "before", "more", "packed")),
+        *((name, ctypes.c_int64) for name in ("given_up", "word")),
+        ("number", ctypes.c_uint32),
+    )
+
+    @classmethod
+    def of(cls, dtype: DType, rows: Sequence[int], out: int, elements: int) -> Few:
+        """Return the argument for rows of so many elements, at these addresses."""
+        packed = _packed(dtype, [*rows, out])
+        table = (ctypes.c_int64 * FEW_ROWS)(*rows)
+        return cls(table, out, 0, elements, len(rows), 0, 0, packed)
+
+
+class Spoiled(ctypes.Structure):
+    """The argument of `spoil`."""
+
+    _fields_ = tuple((name, ctypes.c_int64) for name in ("target", "nbytes", "given_up"))
+
 
 THREADS: Final = 256
 # Enough to fill any device several times over; each thread of a larger array takes more elements.
@@ -62,11 +87,12 @@ class Kernels:
         self._device = device
         self._allocate = allocate
 
-    def load(self) -> None:
-        """Load the kernels of no operation and no dtype."""
-        with working_on(self._device):
-            for kernel in ("copy_pieces", "spoil"):
-                _function(self._device, kernel, ())
+    def load(self, op: str | None = None, dtype: DType | None = None) -> None:
+        """Load the kernels of an operation and a dtype, or those of none."""
+        if op is None or dtype is None:
+            _module(self._device, ())
+        else:
+            _module(self._device, _definitions(op, dtype))
 
     def gather_pieces(
         self, pieces: Sequence[tuple[int, int, int]], target: int, stream: int
@@ -82,13 +108,13 @@ class Kernels:
             table["target"] = offsets + target
             table["nbytes"] = sizes
             table["end"] = np.cumsum(-(-sizes // CHUNK_BYTES))
-            self._launch("copy_pieces", (), int(table["end"][-1]), argument, stream)
+            self._launch("copy_pieces", (), int(table["end"][-1]), argument.ctypes.data, stream)
 
     def spoil(self, target: int, nbytes: int, given_up: int, stream: int) -> None:
         """Set all bits of so many bytes if the uint32 at `given_up` is not zero."""
-        argument = np.array((target, nbytes, given_up), SPOILED)
+        argument = Spoiled(target, nbytes, given_up)
         blocks = min(-(-nbytes // CHUNK_BYTES), LOOKING_BLOCKS)
-        self._launch("spoil", (), blocks, argument, stream)
+        self._launch("spoil", (), blocks, ctypes.addressof(argument), stream)
 
     def reduce(
         self,
@@ -106,34 +132,51 @@ class Kernels:
         """
         if not count:
             return
+        definitions = _definitions(op, dtype)
+        if kernel == "fold" and len(rows) <= FEW_ROWS:
+            few = Few.of(dtype, rows, outs[0], count)
+            self.launch_few(op, dtype, few, blocks_of(dtype, count, packed=few.packed), stream)
+            return
         argument = np.empty(ROWS_BYTES // 8, np.int64)
         narrow = argument[-2:].view(np.int32)
         packed = _packed(dtype, [*rows, *outs])
         carried = total_dtype(dtype).itemsize if goes_on(op) else words_of(dtype) * WORD.itemsize
         carry = self._allocate(count * carried) if len(rows) > MAX_ROWS else None
         argument[2 * MAX_ROWS :] = 0 if carry is None else carry.address, count, 0, 0
-        at_once = PACK_BYTES // dtype.itemsize if packed else 1
-        blocks = min(-(-count // (at_once * THREADS)), MAX_BLOCKS)
-        definitions = (f"-DOP=op_{op}", f"-DDTYPE=dtype_{name_of(dtype)}")
+        blocks = blocks_of(dtype, count, packed=packed)
         for before in range(0, len(rows), MAX_ROWS):
             here = rows[before : before + MAX_ROWS]
             into = outs if kernel == "fold" else outs[before : before + MAX_ROWS]
             argument[: len(here)] = here
             argument[MAX_ROWS : MAX_ROWS + len(into)] = into
             narrow[:] = len(here), before, before + len(here) < len(rows), packed
-            self._launch(kernel, definitions, blocks, argument, stream)
+            self._launch(kernel, definitions, blocks, argument.ctypes.data, stream)
+
+    def launch_few(self, op: str, dtype: DType, few: Few, blocks: int, stream: int) -> None:
+        """Fold a few rows."""
+        self._launch("fold_few", _definitions(op, dtype), blocks, ctypes.addressof(few), stream)
 
     def _launch(
-        self, kernel: str, definitions: tuple[str, ...], blocks: int, argument: Array, stream: int
+        self, kernel: str, definitions: tuple[str, ...], blocks: int, argument: int, stream: int
     ) -> None:
-        """Put a kernel on the stream; the launch copies its argument."""
-        with working_on(self._device):
-            function = _function(self._device, kernel, definitions).ptr
-            arguments = ctypes.c_void_p(argument.__array_interface__["data"][0])
-            call(
-                self._device, "cuLaunchKernel", function, blocks, 1, 1, THREADS, 1, 1, 0, stream,
-                ctypes.addressof(arguments), None,
-            )  # fmt: skip
+        """Put a kernel on the stream; the launch copies its argument, which is at an address."""
+        function = _function(self._device, kernel, definitions)
+        arguments = ctypes.c_void_p(argument)
+        call(
+            self._device, "cuLaunchKernel", function, blocks, 1, 1, THREADS, 1, 1, 0, stream,
+            ctypes.addressof(arguments), None,
+        )  # fmt: skip
+
+
+@functools.cache
+def _definitions(op: str, dtype: DType) -> tuple[str, ...]:
+    return f"-DOP=op_{op}", f"-DDTYPE=dtype_{name_of(dtype)}"
+
+
+def blocks_of(dtype: DType, count: int, *, packed: bool) -> int:
+    """Return how many blocks of threads take so many elements."""
+    at_once = PACK_BYTES // dtype.itemsize if packed else 1
+    return min(-(-count // (at_once * THREADS)), MAX_BLOCKS)
 
 
 def _packed(dtype: DType, addresses: Sequence[int]) -> bool:
@@ -150,22 +193,33 @@ def _packed(dtype: DType, addresses: Sequence[int]) -> bool:
     return bits % PACK_BYTES == 0
 
 
-_functions: dict[tuple[int, str, tuple[str, ...]], Any] = {}
+_functions: dict[tuple[int, str, tuple[str, ...]], int] = {}
+_modules: dict[tuple[int, tuple[str, ...]], Any] = {}
 _compiling = threading.Lock()
 
 
-def _function(device: int, kernel: str, definitions: tuple[str, ...]) -> Any:
-    """Return a kernel of the current device, compiled by the first thread that asks for it.
-
-    To load it may wait for the device, which may wait for another rank: no lock is held.
-    """
+def _function(device: int, kernel: str, definitions: tuple[str, ...]) -> int:
+    """Return a kernel of the current device, as the driver has it."""
     key = (device, kernel, definitions)
-    if key not in _functions:
-        _functions.setdefault(key, _load(device, kernel, definitions))
-    return _functions[key]
+    found = _functions.get(key)
+    if found is None:
+        found = int(_module(device, definitions).get_function(kernel).ptr)
+        _functions[key] = found
+    return found
 
 
-def _load(device: int, kernel: str, definitions: tuple[str, ...]) -> Any:
+def _module(device: int, definitions: tuple[str, ...]) -> Any:
+    """Return the kernels with these definitions, compiled by the first thread that asks for them.
+
+    To load them may wait for the device, which may wait for another rank: no lock is held.
+    """
+    key = (device, definitions)
+    if key not in _modules:
+        _modules.setdefault(key, _load(device, definitions))
+    return _modules[key]
+
+
+def _load(device: int, definitions: tuple[str, ...]) -> Any:
     import cupy
 
     architecture = int(cupy.cuda.Device(device).compute_capability)
@@ -173,7 +227,7 @@ def _load(device: int, kernel: str, definitions: tuple[str, ...]) -> Any:
         code = compiled(architecture, definitions)
     module = cupy.cuda.function.Module()
     module.load(code)
-    return module.get_function(kernel)
+    return module
 
 
 def missing() -> str | None:
@@ -193,8 +247,8 @@ def compiled(architecture: int, definitions: tuple[str, ...]) -> bytes:
     """Compile `folds.cu` for a compute capability such as 90.
 
     The result is machine code, or PTX for the driver to compile if NVRTC is older than the device.
-    Without definitions it has `copy_pieces` and `spoil`; with OP and DTYPE it has `fold` and
-    `prefixes`.
+    Without definitions it has `copy_pieces` and `spoil`; with OP and DTYPE it has `fold`,
+    `fold_few` and `prefixes`.
     """
     from cupy.cuda import nvrtc
 

@@ -33,6 +33,9 @@ class DeviceLink(Link):
     def empty(self, count: int, dtype: DType) -> DeviceBuffer:
         return self.memory.allocate(count * dtype.itemsize).view(dtype)
 
+    def load(self, op: str, dtype: DType) -> None:
+        self.memory.load(op, dtype)
+
     def fold(self, op: str, dtype: DType, rows: Sequence[DeviceBuffer], out: DeviceBuffer) -> None:
         self.memory.fold(op, dtype, rows, out)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
@@ -21,17 +21,14 @@ from arraycomm._dtypes import DType
 from arraycomm._protocol.agreement import UndeliveredError
 from arraycomm._protocol.group import Group
 from arraycomm._protocol.header import ALL_ON_DEVICE, ON_HOST
-from arraycomm._transports.base import Flat, Steps
+from arraycomm._transports.base import Flat, Handle, Steps
 
 
 class Streams(Protocol):
     """The order of a communicator's work on its device; see `Devices`."""
 
-    def enter(self, stream: int) -> None:
-        """Continue in a stream, after this communicator's work in other streams."""
-
     def begin(self, memory: DeviceMemory) -> None:
-        """Put the beginning of a call on the memory's stream."""
+        """Put the beginning of a call on the memory's stream, after work in other streams."""
 
     def guard(self, result: DeviceBuffer) -> None:
         """Let nobody take the result of a call that is given up for one that is right."""
@@ -43,12 +40,22 @@ class Streams(Protocol):
         """Raise if the work under way has been aborted, so that there is no result."""
 
 
-def run_within(here: Callable[[], AbstractContextManager[None]], steps: Steps) -> Steps:
-    """Run steps that may run in any thread, each within `here`."""
+def run_within(
+    here: Callable[[], AbstractContextManager[None]],
+    steps: Steps,
+    *,
+    ahead: bool = False,
+) -> Steps:
+    """Run steps that may run in any thread, each within `here`.
+
+    If they go `ahead` of other ranks, most of what is waited for is over at once.
+    """
     while True:
         with here():
             try:
                 waiting = next(steps)
+                if ahead:
+                    waiting = _first_unfinished(waiting, steps)
             except StopIteration as stop:
                 return stop.value
         try:
@@ -57,6 +64,18 @@ def run_within(here: Callable[[], AbstractContextManager[None]], steps: Steps) -
             # Nothing more may be put on a stream with an unfinished movement.
             steps.throw(error)
             raise
+
+
+def _first_unfinished(waiting: Handle, steps: Steps) -> Handle:
+    """Go on with steps as far as what they wait for is over; return what is not."""
+    while True:
+        try:
+            if not waiting.done():
+                return waiting
+        except BaseException as error:
+            steps.throw(error)
+            raise
+        waiting = next(steps)
 
 
 class _CallersOut(BufferView):
@@ -198,14 +217,8 @@ class DevicePlacement(HostPlacement):
         return array
 
     def run(self, steps: Steps) -> Steps:
-        """Run the steps in the call's stream, each after the link's work in other streams."""
-        return run_within(self._in_order, self._leaving(steps))
-
-    @contextmanager
-    def _in_order(self) -> Iterator[None]:
-        with self.here():
-            self._streams.enter(self._stream)
-            yield
+        """Run the steps in the call's stream, after the link's work in other streams."""
+        return run_within(self.here, self._leaving(steps), ahead=self.link.async_check)
 
     def _leaving(self, steps: Steps) -> Steps:
         """Run the steps; let the caller's frameworks continue after the work on the device."""

@@ -12,6 +12,8 @@ from arraycomm._arrays.device_memory import DeviceMemory, Event
 
 def order(memory: DeviceMemory, first: Iterable[int], then: Iterable[int]) -> None:
     """Make the streams `then` wait for the work that is on the streams `first` now."""
+    if first == then:
+        return
     for before in first:
         later = [stream for stream in then if not is_same(stream, before)]
         if not later:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Generator, Sequence
 
-from arraycomm._callsite import call_site
+from arraycomm._callsite import CallSite, call_site
 from arraycomm._errors import name_operation, text_of
 from arraycomm._protocol.details import CallDetail, Detail, Failure, exchange_details
 from arraycomm._protocol.ends.leaving import leaving_error
@@ -73,7 +73,7 @@ def agree(
     signature: Signature,
     *,
     negotiable: bool = False,
-    site: str | None = None,
+    site: str | CallSite | None = None,
 ) -> Generator[Handle, None, Agreement]:
     """Wait until every rank has shown its signature, as this one has; return the `Agreement`.
 
@@ -92,7 +92,7 @@ def agree(
         control.ended = True
         raise leaving_error(control, agreement)
     words = agreement.raw_words(control.rank)
-    local = CallDetail.of(signature, site or call_site(), words, negotiable=negotiable)
+    local = CallDetail.of(signature, str(site or call_site()), words, negotiable=negotiable)
     details = yield from exchange_details(control, local, CallDetail, Failure)
     calls = [detail for detail in details if isinstance(detail, CallDetail)]
     if verdict is _Verdict.RAISING or (len(calls) < len(details) and _may_differ(calls)):

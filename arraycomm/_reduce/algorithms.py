@@ -64,6 +64,7 @@ def _reduce_by(
     root: int | None = None,
 ) -> Steps:
     """Fold into the `target` of `root`, which alone has one, or of every rank if that is None."""
+    link.load(op, source.dtype)
     match algorithm:
         case Algorithm.LOCAL:
             link.fold(op, source.dtype, [_unaliased(source, target)], target)
@@ -95,6 +96,7 @@ def allreduce_in_turn(link: Link, pairs: Sequence[tuple[Flat, Flat]], op: str) -
 def reduce_scatter(link: Link, source: Flat, bounds: Sequence[int], target: Flat, op: str) -> Steps:
     """Fold everyone's elements bounds[r] to bounds[r + 1] into the `target` of rank r."""
     size = link.size
+    link.load(op, source.dtype)
     if size == 1:
         link.fold(op, source.dtype, [_unaliased(source, target)], target)
         return

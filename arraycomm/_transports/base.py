@@ -114,6 +114,9 @@ class Link(abc.ABC):
     def empty(self, count: int, dtype: DType) -> Flat:
         """Return uninitialised memory."""
 
+    def load(self, op: str, dtype: DType) -> None:
+        """Make ready what folds: later that might wait for ranks that wait for this one."""
+
     @abc.abstractmethod
     def fold(self, op: str, dtype: DType, rows: Sequence[Flat], out: Flat) -> None:
         """Fold the rows into `out`, in their order."""

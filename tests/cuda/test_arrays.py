@@ -187,7 +187,7 @@ def test_a_result_elsewhere_is_copied_into_out(cupy: Any, memory: LoggedMemory) 
 
 def test_cupys_streams_wait_both_ways(cupy: Any, memory: LoggedMemory) -> None:
     x = as_cupy(some(float))
-    assert NAMES[arrays.stream_of(x) or 0] == CUPY
+    assert NAMES[arrays.check_stream(x)[0]] == CUPY
     found = arrays.device_view(x, "x", memory)
     assert memory.log == [(OWN, "after", CUPY)]
     memory.log.clear()
@@ -702,7 +702,7 @@ def jax(monkeypatch: pytest.MonkeyPatch, cupy: Any) -> Any:
 @pytest.mark.parametrize("dtype", [d for d in DTYPES if d not in WIDE], ids=str)
 def test_jax_is_read_where_it_is(jax: Any, memory: LoggedMemory, dtype: DType) -> None:
     x = jax.numpy.arange(12).reshape(3, 4).astype(dtype)
-    assert arrays.stream_of(x) is None
+    assert arrays.check_stream(x) == ()
     found = arrays.device_view(x, "x", memory)
     assert (found.framework, found.shape, found.dtype) == ("jax", (3, 4), dtype)
     assert (found.device_buffer.address, found.copied) == (x.unsafe_buffer_pointer(), False)
@@ -818,7 +818,7 @@ def test_the_host_is_no_device() -> None:
     scalars = (1, 2.0, None, [1], "a", b"abc", memoryview(b"a"), np.float32(1))
     for x in (*scalars, np.ones(3), np.ma.ones(3), torch.ones(3), jax.numpy.ones(3)):
         assert not arrays.on_cuda(x)
-        assert arrays.stream_of(x) is None
+        assert arrays.check_stream(x) == ()
 
 
 def test_a_view_of_the_host_has_nothing_to_release() -> None:

@@ -41,9 +41,13 @@ def test_another_thread_works_in_the_callers_streams(monkeypatch: pytest.MonkeyP
         return torch.within(stream)
 
     cuda = SimpleNamespace(
-        is_initialized=lambda: True, current_stream=lambda _: torch.current, stream=within
+        is_initialized=lambda: True,
+        current_device=lambda: 0,
+        stream=within,
+        ExternalStream=lambda stream, device: stream,
     )
-    fake = SimpleNamespace(cuda=cuda, is_grad_enabled=lambda: True)
+    raw = SimpleNamespace(_cuda_getCurrentRawStream=lambda _: torch.current)
+    fake = SimpleNamespace(cuda=cuda, _C=raw, is_grad_enabled=lambda: True)
     monkeypatch.setitem(sys.modules, "torch", fake)
     with torch.within(7):
         caller = Caller(None)
@@ -69,7 +73,9 @@ def test_a_request_works_in_its_own_stream_and_who_takes_its_result_waits(monkey
         stream=lambda stream: torch.within(stream.cuda_stream),
         ExternalStream=lambda stream, device: SimpleNamespace(cuda_stream=stream),
     )
-    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda, is_grad_enabled=bool))
+    raw = SimpleNamespace(_cuda_getCurrentRawStream=lambda _: torch.current)
+    fake = SimpleNamespace(cuda=cuda, _C=raw, is_grad_enabled=bool)
+    monkeypatch.setitem(sys.modules, "torch", fake)
     monkeypatch.delitem(sys.modules, "cupy", raising=False)
     caller = Caller(0, 5)
     with caller.here():

@@ -121,7 +121,7 @@ def test_what_is_empty_is_not_copied(cuda: Any, memory: CudaMemory) -> None:
     memory.fold("sum", device_buffer.dtype, [device_buffer], device_buffer)
     memory.prefixes("sum", device_buffer.dtype, [device_buffer], [device_buffer])
     memory.gather_pieces([(None, 0, 0)], device_buffer)
-    memory.spoil(device_buffer, memory.words(1))
+    memory.spoil(device_buffer, memory.words(1).ctypes.data)
     assert {note.what for note in cuda.log} <= {"record", "synchronize"}
 
 
@@ -159,7 +159,7 @@ def test_errors_of_calls_and_of_the_driver_are_raised_as_ours(cuda, memory: Cuda
     a, b, words = memory.allocate(1), memory.allocate(1), memory.words(1)
     library(CUDA).fails["cuStreamWriteValue32_v2"] = 1
     with pytest.raises(TransportError, match=r"CUDA reported: cudaError 1$"):
-        memory.write(words, 5)
+        memory.write(words.ctypes.data, 5)
     mark = memory.record()
     cuda.fail(ILLEGAL_ADDRESS)
     # Not taken for work that never ends.
@@ -200,14 +200,14 @@ def test_kernels_are_launched_on_the_stream_of_the_device(cuda: Any, memory: Cud
     assert values(memory, b) == [4, 9]
     assert values(memory, bytes_of) == [*np.float32([4, 9]).tobytes(), 0, 0, 0]
     launched = [(note.what, note.stream) for note in cuda.log]
-    for name in ("prefixes", "fold", "copy_pieces"):
+    for name in ("prefixes", "fold_few", "copy_pieces"):
         assert (name, memory.stream) in launched
 
 
 def test_words_are_written_once_the_device_comes_to_them(cuda: Any, memory: CudaMemory) -> None:
     first, second = memory.words(2).reshape(2, 1)
     held = hold(cuda, memory)
-    memory.write(second, 7)
+    memory.write(second.ctypes.data, 7)
     assert (first[0], second[0]) == (0, 0)
     held.set()
     memory.record().synchronize()
@@ -219,7 +219,7 @@ def test_results_are_spoilt_if_they_are_given_up_by_then(cuda, memory, given_up)
     word, device_buffer = memory.words(1), memory.upload(np.float32([1, 2]))
     memory.load()
     held = hold(cuda, memory)
-    memory.spoil(device_buffer, word)
+    memory.spoil(device_buffer, word.ctypes.data)
     word[0] = given_up
     held.set()
     assert all(np.isnan(x) for x in values(memory, device_buffer)) == bool(given_up)
@@ -234,7 +234,7 @@ def test_a_thread_without_a_context_gets_that_of_the_device(cuda: Any, memory: C
         cuda.here.device = 1
         assert mark.done() in (False, True)
         cuda.here.bound = False
-        memory.write(word, 3)
+        memory.write(word.ctypes.data, 3)
         cuda.here.bound = False
         memory.fold("sum", device_buffer.dtype, [device_buffer], device_buffer)
         memory.record().synchronize()
@@ -263,7 +263,7 @@ def test_no_context_is_made_on_a_device_that_is_not_used(cuda: Any) -> None:
     b[...] = a
     memory.record().done()
     memory.fold("sum", a.dtype, [a, b], b)
-    memory.write(memory.words(1), 1)
+    memory.write(memory.words(1).ctypes.data, 1)
     memory.download(b, np.empty(3, int))
     pinned.pinned(1).empty(100)
     assert cuda.contexts == {1}

@@ -31,7 +31,8 @@ Array = np.ndarray[Any, Any]
 # Sizes and limits stand in both languages; the table of a launch has to fit in what CUDA passes by value.
 _SAME = f"""
 static_assert(sizeof(Rows) == {kernels.ROWS_BYTES} && sizeof(Rows) <= 4096, "");
-static_assert(sizeof(Spoiled) == {kernels.SPOILED.itemsize}, "");
+static_assert(sizeof(Spoiled) == {ctypes.sizeof(kernels.Spoiled)}, "");
+static_assert(sizeof(Few) == {ctypes.sizeof(kernels.Few)} && FEW_ROWS == {kernels.FEW_ROWS}, "");
 static_assert(sizeof(Pieces) == {kernels.PIECES.itemsize} && sizeof(Pieces) <= 4096, "");
 static_assert(MAX_ROWS == {MAX_ROWS} && MAX_PIECES == {MAX_PIECES}, "");
 static_assert(CHUNK_BYTES == {CHUNK_BYTES}, "");
@@ -50,6 +51,9 @@ void run(void (*body)(const Argument &), unsigned blocks, unsigned threads, cons
     }                                                                                               \
     extern "C" void prefixes_##OP##_##DTYPE(unsigned blocks, unsigned threads, const Rows *call) {  \
         run(reduce_rows<dtype_##DTYPE, op_##OP<dtype_##DTYPE>, true>, blocks, threads, *call);      \
+    }                                                                                               \
+    extern "C" void fold_few_##OP##_##DTYPE(unsigned blocks, unsigned threads, const Few *call) {   \
+        run(fold_few_rows<dtype_##DTYPE, op_##OP<dtype_##DTYPE>>, blocks, threads, *call);          \
     }
 #define CONVERSIONS(DTYPE)                                                                          \
     extern "C" void widen_##DTYPE(const dtype_##DTYPE::Element *from, float *to, Size count) {      \
@@ -98,15 +102,14 @@ class HostKernels(Kernels):
         return DeviceBuffer(memory.ctypes.data, nbytes, memory.dtype, memory, memory=None)
 
     def _launch(
-        self, kernel: str, definitions: tuple[str, ...], blocks: int, argument: Array, stream: int
+        self, kernel: str, definitions: tuple[str, ...], blocks: int, argument: int, stream: int
     ) -> None:
         self.launches += 1
         name = f"{kernel}_here"
         if definitions:
             op, dtype = (re.sub(r"^-D\w+=(op|dtype)_", "", one) for one in definitions)
             name = f"{kernel}_{op}_{dtype}"
-        address = ctypes.c_void_p(argument.ctypes.data)
-        self._host[name](self._blocks or blocks, self._threads, address)
+        self._host[name](self._blocks or blocks, self._threads, ctypes.c_void_p(argument))
 
 
 @pytest.fixture
@@ -278,6 +281,24 @@ def test_results_are_spoilt_only_if_their_call_is_given_up(launcher, nbytes, dty
     check_guard(target, whole)
 
 
+@pytest.mark.parametrize(("blocks", "threads"), [(1, 1), (3, 5), (4, 256)])
+@pytest.mark.parametrize("given_up", [None, 0, 1])
+def test_a_fold_of_few_rows_ends_its_call(host, given_up, blocks, threads) -> None:
+    """It spoils the result of one that is given up, and says that the device has come there."""
+    dtype, rows = np.dtype(np.float16), _rows(np.dtype(np.float16), 100, 3)
+    out, whole = guarded(100, dtype, 0)
+    few = kernels.Few.of(dtype, _addresses(rows), out.ctypes.data, 100)
+    words = np.array([given_up or 0, 5], np.uint32)
+    if given_up is not None:
+        few.given_up, few.word, few.number = words.ctypes.data, words.ctypes.data + 4, 7
+    HostKernels(host, blocks, threads).launch_few("sum", dtype, few, 1, 0)
+    wanted = np.empty(100, dtype)
+    _folds.fold("sum", dtype, rows, wanted)
+    assert np.isnan(out).all() if given_up else same_result(out.copy(), wanted, "sum")
+    assert words[1] == (5 if given_up is None else 7)
+    check_guard(out, whole)
+
+
 def test_nothing_is_launched_for_nothing(launcher) -> None:
     launcher.gather_pieces([(0, 0, 0)], 0, 0)
     launcher.reduce("fold", "sum", np.dtype(np.float32), [0, 0], [0], 0, 0)
@@ -298,7 +319,7 @@ def _operations(ptx: str) -> set[str]:
     return set(_FLOATING.findall(ptx))
 
 
-_ALL = [(kernel, dtype, op) for kernel in ("fold", "prefixes") for dtype, op in CASES]
+_ALL = [(kernel, dtype, op) for kernel in ("fold", "prefixes", "few") for dtype, op in CASES]
 # Those with arithmetic of floats, for a compiler that takes long.
 _ROUNDING = [
     ("prefixes", dtype, op)
@@ -309,9 +330,15 @@ _ROUNDING = [
 
 def _source_of(chosen: Sequence[tuple[str, Any, str]]) -> str:
     """The source with these kernels, under names of their own."""
+    bodies = {
+        "fold": ("Rows", "reduce_rows<{}, false>"),
+        "prefixes": ("Rows", "reduce_rows<{}, true>"),
+        "few": ("Few", "fold_few_rows<{}>"),
+    }
     lines = [
-        f"KERNEL void {kernel}_{op}_{dtype.name}(const Rows call) {{ reduce_rows<dtype_{dtype.name}, "
-        f"op_{op}<dtype_{dtype.name}>, {str(kernel == 'prefixes').lower()}>(call); }}"
+        f"KERNEL void {kernel}_{op}_{dtype.name}(const {bodies[kernel][0]} call) {{ "
+        + bodies[kernel][1].format(f"dtype_{dtype.name}, op_{op}<dtype_{dtype.name}>")
+        + "(call); }"
         for kernel, dtype, op in chosen
     ]
     return "\n".join([kernels.SOURCE.read_text(encoding="utf-8"), *lines])
@@ -364,7 +391,7 @@ def test_nvrtc_compiles_what_is_launched(dtype, op) -> None:
     definitions = (f"-DOP=op_{op}", f"-DDTYPE=dtype_{dtype}")
     code = kernels.compiled(90, definitions)
     assert code.startswith(b"\x7fELF")
-    for kernel in (b"fold", b"prefixes"):
+    for kernel in (b"fold", b"fold_few", b"prefixes"):
         assert b".text." + kernel in code
     assert b".text.copy_pieces" in kernels.compiled(90, ())
     assert _operations(kernels.compiled(999, definitions).decode()) <= _IEEE

@@ -15,7 +15,7 @@ from cupy._machine import INVALID_HANDLE, NO_CONTEXT, CudaError, machine
 
 from arraycomm import _folds
 from arraycomm._arrays.dlpack import array_at
-from arraycomm._cuda.kernels import MAX_ROWS, PIECES, ROWS_BYTES, SPOILED
+from arraycomm._cuda.kernels import MAX_ROWS, PIECES, ROWS_BYTES, Few, Spoiled
 from arraycomm._dtypes import BY_NAME
 
 _BYTE: Final = np.dtype(np.uint8)
@@ -153,18 +153,35 @@ def _pieces(_kernel: _Kernel, argument: int) -> Callable[[], None]:
     return copy
 
 
+def _few(kernel: _Kernel, argument: int) -> Callable[[], None]:
+    few = Few.from_buffer_copy(ctypes.string_at(argument, ctypes.sizeof(Few)))
+    rows = [_memory(row, few.elements, kernel.dtype) for row in few.rows[: few.count]]
+    out = _memory(few.out, few.elements, kernel.dtype)
+
+    def fold() -> None:
+        if few.given_up and ctypes.c_uint32.from_address(few.given_up).value:
+            ctypes.memset(few.out, 0xFF, out.nbytes)
+        else:
+            _folds.fold(kernel.op, kernel.dtype, [row.copy() for row in rows], out)
+        if few.word:
+            ctypes.c_uint32.from_address(few.word).value = few.number
+
+    return fold
+
+
 def _spoil(_kernel: _Kernel, argument: int) -> Callable[[], None]:
-    words = np.frombuffer(ctypes.string_at(argument, SPOILED.itemsize), SPOILED)[0]
-    target, nbytes, given_up = words.tolist()
+    spoiled = Spoiled.from_buffer_copy(ctypes.string_at(argument, ctypes.sizeof(Spoiled)))
 
     def spoil() -> None:
-        if ctypes.c_uint32.from_address(given_up).value:
-            ctypes.memset(target, 0xFF, nbytes)
+        if ctypes.c_uint32.from_address(spoiled.given_up).value:
+            ctypes.memset(spoiled.target, 0xFF, spoiled.nbytes)
 
     return spoil
 
 
-_LAUNCHES: Final = {"fold": _rows, "prefixes": _rows, "copy_pieces": _pieces, "spoil": _spoil}
+_LAUNCHES: Final = {
+    "fold": _rows, "fold_few": _few, "prefixes": _rows, "copy_pieces": _pieces, "spoil": _spoil
+}  # fmt: skip
 # The kernels that were loaded, by their handles.
 _kernels: Final[dict[int, _Kernel]] = {}
 _handles = itertools.count(0x600000000000)
@@ -181,7 +198,7 @@ class Module:
 
     def get_function(self, name: str) -> Any:
         chosen = dict(option[2:].split("=") for option in self._options if option[:2] == "-D")
-        assert ("OP" in chosen) == (name in {"fold", "prefixes"})
+        assert ("OP" in chosen) == (name in {"fold", "fold_few", "prefixes"})
         dtype = BY_NAME[chosen["DTYPE"].removeprefix("dtype_")].dtype if chosen else None
         handle = next(_handles)
         _kernels[handle] = _Kernel(name, chosen.get("OP", "").removeprefix("op_"), dtype)

@@ -40,4 +40,5 @@ def forget() -> None:
         cached.cache_clear()
     driver._functions.clear()
     kernels._functions.clear()
+    kernels._modules.clear()
     streams.LEASES._kept.clear()
