@@ -1,7 +1,8 @@
 """Plant faults in a copy of the library, one by one, and say which law catches each.
 
 `python -m tests.planted` stops each run at the first law that fails, prints how many faults were
-caught, and writes the table of docs/evidence/planted.md anew. With `--all` every law runs on every fault.
+caught, and writes the table of docs/evidence/planted.md anew. A law counts only if it holds, on the same
+examples, without the fault. With `--all` every law runs on every fault.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from tests.planted import page
 from tests.planted.catalogue import FAULTS
 from tests.planted.copies import ROOT, Copy
 from tests.planted.fault import Fault, StaleFaultError
-from tests.planted.runs import Catch, catch, catch_all, run_without_fault
+from tests.planted.runs import Catch, catch, catch_all
 
 # A fault, what caught it, and the seconds that took.
 Result = tuple[Fault, Catch, float]
@@ -41,8 +42,6 @@ def main() -> int:
         return 2
     with TemporaryDirectory(prefix="planted-") as folder:
         copies = [Copy(Path(folder) / str(number)) for number in range(arguments.jobs)]
-        if not arguments.only and not _is_sound(copies[0]):
-            return 2
         results = _run(faults, copies, catch_all if arguments.all else catch)
     caught = [fault for fault, found, _ in results if found]
     print(f"caught {len(caught)} of {len(faults)} planted faults")
@@ -59,14 +58,6 @@ def _parsed() -> argparse.Namespace:
     parser.add_argument("--list", action="store_true", help="list the faults, and plant none")
     parser.add_argument("--all", action="store_true", help="run every law on every fault")
     return parser.parse_args()
-
-
-def _is_sound(copy: Copy) -> bool:
-    """Return whether all laws hold without a fault; say which does not."""
-    found = run_without_fault(copy)
-    for law, error in found.errors.items():
-        print(f"without a fault, {law} fails: {error}", file=sys.stderr)
-    return not found.errors and not found.hung
 
 
 def _run(
@@ -93,7 +84,13 @@ def _run(
 
 def _show(fault: Fault, found: Catch, seconds: float) -> None:
     by = ", ".join(f"{law} ({error})" for law, error in sorted(found.errors.items()))
-    end = f"by {by}" if by else "hangs" if found.hung else f"NOT CAUGHT\n{found.said[-600:]}"
+    end = (
+        f"by {by}"
+        if by
+        else "no verdict: the time limit"
+        if found.hung
+        else f"NOT CAUGHT\n{found.said[-600:]}"
+    )
     print(f"{fault.name}: {end}, {seconds:.0f} s", flush=True)
 
 

@@ -55,7 +55,6 @@ ARGUMENTS: Final = (
         "    number = colors.index(color) if takes_part else None",
         "    number = colors.index(color) if takes_part or color in colors else None",
         _SPLIT,
-        hangs=True,
     ),
     Fault(
         "figures of a duplicate lost: `stats` forgets the calls of a communicator that is freed",
@@ -70,7 +69,6 @@ ARGUMENTS: Final = (
         "        tags = range(TAGS) if tag is ANY_TAG",
         "        tags = range(16) if tag is ANY_TAG",
         _SENT,
-        hangs=True,
     ),
     Fault(
         "tags modulo 4096: tags that differ by 4096 are one",
@@ -206,7 +204,6 @@ ARGUMENTS: Final = (
         "                if timeout is not None:",
         "                if timeout is not None and timeout > 1:",
         ("rank_that_does_not_come_is_named",),
-        hangs=True,
     ),
     Fault(
         "another rank missing: the error of a wait names the rank after the one that is missing",

@@ -46,7 +46,8 @@ class Copy:
             if fault.compiled:
                 shutil.copy2(ROOT / _NATIVE, self.folder / _NATIVE)
             elif fault.native:
-                build = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
+                # Without --force, what an earlier fault was built from would be newer than this one's source.
+                build = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace", "--force"]
                 subprocess.run(build, cwd=self.folder, check=True, capture_output=True)
             yield
         finally:

@@ -27,8 +27,6 @@ class Fault:
         Where: "threads", "mpi" for what only processes show, or the files of tests.
     frameworks : bool
         Whether arrays of torch and JAX are drawn as well, not only NumPy's.
-    hangs : bool
-        Whether ranks wait for one another for ever.
     compiled : bool
         Whether it is in what runs only beside the native part.
     """
@@ -40,7 +38,6 @@ class Fault:
     laws: tuple[str, ...]
     run: str = "threads"
     frameworks: bool = False
-    hangs: bool = False
     compiled: bool = False
 
     @property

@@ -1,8 +1,9 @@
-"""Small random changes of the library, and whether a law catches each: `python -m tests.planted.mutants`.
+"""Small random changes of the package, and whether a law catches each: `python -m tests.planted.mutants`.
 
-What no law catches the tests of its room are tried on. Prints what survives both, and the scores. A
-sample takes `--seconds`; with `--all` every change is tried, which takes nights. `EQUIVALENT` has
-those that change nothing that a caller sees, with reasons.
+What no law catches the tests of its room are tried on. Prints what survives both, and the scores. What fails
+without the change as well does not count, and a run that its time limit ends is no verdict. A sample takes
+`--seconds`; with `--all` every change is tried, which takes nights. `EQUIVALENT` has those that change nothing
+that a caller sees, with reasons.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 import argparse
 import ast
 import random
+import re
+import subprocess
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,15 +25,7 @@ from tests.planted.copies import ROOT, Copy
 from tests.planted.fault import Fault
 from tests.planted.runs import catch
 
-_ROOMS: Final = (
-    *(
-        f"arraycomm/_{room}"
-        for room in ["collectives", "reduce", "messages", "trees", "training", "folds"]
-    ),
-    "adapters/numpy",
-    "adapters/torch",
-)
-# The tests of a room, which must pass on a copy without a change.
+# The tests of each room of the package, which are tried if no law catches a change.
 _ADAPTERS: Final = " ".join(
     f"tests/adapters/test_{name}.py" for name in ("shard", "copies", "accumulation", "arithmetic")
 )
@@ -38,14 +33,31 @@ _TORCH: Final = [
     f"tests/adapters/test_torch_{name}.py"
     for name in ("adapter", "training", "batchnorm", "data", "collectives")
 ]
-_TESTS: Final = {
-    "_trees/": "tests/trees",
-    "_training/": f"tests/training {_ADAPTERS}",
-    "_folds/": "tests/native",
-    "_messages/": "tests/collectives tests/protocol/test_deadlock.py",
+TESTS: Final = {
+    "_arrays": "tests/arrays",
+    "_calls": "tests/collectives",
+    "_collectives": "tests/collectives",
+    "_cuda": "tests/cuda",
+    "_folds": "tests/native tests/arrays/test_folds.py",
+    "_launch": "tests/session tests/testing/test_plugin.py",
+    "_messages": "tests/collectives tests/protocol/test_deadlock.py",
+    "_native": "tests/native tests/collectives",
+    "_programs": "tests/adapters/test_jax_adapter.py tests/training/test_divergence.py",
+    "_protocol": "tests/protocol tests/collectives",
+    "_reduce": "tests/collectives tests/native",
+    "_trace": "tests/trace tests/cli/test_trace.py tests/collectives/test_trace.py",
+    "_training": f"tests/training {_ADAPTERS}",
+    "_transports": "tests/transports tests/collectives",
+    "_trees": "tests/trees",
+    "cli": "tests/cli",
+    "testing": "tests/testing",
+    "adapters/jax": "tests/adapters/test_jax_adapter.py tests/adapters/test_jax_collectives.py",
     "adapters/numpy": f"tests/adapters/test_numpy_adapter.py {_ADAPTERS}",
+    "adapters/sklearn": "tests/adapters/test_sklearn_adapter.py tests/adapters/test_learners.py",
     "adapters/torch": " ".join((*_TORCH, "tests/training")),
-    "": "tests/collectives",
+    "adapters/torch_distributed": "tests/adapters/test_torch_distributed.py",
+    "adapters": "tests/adapters",
+    "": "tests/session tests/collectives tests/test_errors.py tests/test_callsite.py",
 }
 _SWAPPED: Final[dict[type[ast.AST], str]] = {
     ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==",
@@ -81,29 +93,56 @@ class Mutant(NamedTuple):
     fault: Fault
 
 
+def room_of(file: str) -> str:
+    """Return the room of a file of the package, "" for what lies in none."""
+    parts = file.removeprefix("arraycomm/").split("/")[:-1]
+    return next(found for end in (2, 1, 0) if (found := "/".join(parts[:end])) in TESTS)
+
+
 def mutants() -> Iterator[Mutant]:
-    """Yield every change of the rooms."""
-    for room in _ROOMS:
-        for path in sorted((ROOT / room).rglob("*.py")):
-            yield from _of_file(path)
+    """Yield every change of the package."""
+    for folder in ("arraycomm", "adapters"):
+        for path in sorted((ROOT / folder).rglob("*.*")):
+            if path.suffix in (".py", ".c"):
+                yield from _of_file(path)
 
 
 def _of_file(path: Path) -> Iterator[Mutant]:
     text = path.read_text(encoding="utf-8")
-    starts = [0]
-    for line in text.encode().splitlines(keepends=True):
-        starts.append(starts[-1] + len(line))
     name = path.relative_to(ROOT).as_posix()
     file = f"arraycomm/{name}" if name.startswith("adapters") else name
-    framed, compiled = "torch" in name or "training" in name, "_folds" not in name
-    for start, end, lines, new in _changes(ast.parse(text)):
-        first, last = starts[start[0] - 1] + start[1], starts[end[0] - 1] + end[1]
-        data = text.encode()
-        after = (data[:first] + new(data[first:last].decode()).encode() + data[last:]).decode()
-        fault = Fault("mutant: changed", file, text, after, (), "threads", framed, False, compiled)
-        shown = [each.splitlines()[lines - 1].strip() for each in (text, after)]
+    framed, compiled = "adapters" in name or "training" in name, "_folds" not in name
+    for line, after in _in_python(text) if path.suffix == ".py" else _in_c(text):
+        fault = Fault("mutant: changed", file, text, after, (), "threads", framed, compiled)
+        shown = [each.splitlines()[line - 1].strip() for each in (text, after)]
         if shown[0] != shown[1]:
-            yield Mutant(file, lines, *shown, fault)
+            yield Mutant(file, line, *shown, fault)
+
+
+def _in_python(text: str) -> Iterator[tuple[int, str]]:
+    """Yield changed texts, each with a line that differs."""
+    data, starts = text.encode(), [0]
+    for line in data.splitlines(keepends=True):
+        starts.append(starts[-1] + len(line))
+    for start, end, line, new in _changes(ast.parse(text)):
+        first, last = starts[start[0] - 1] + start[1], starts[end[0] - 1] + end[1]
+        yield line, (data[:first] + new(data[first:last].decode()).encode() + data[last:]).decode()
+
+
+# In C, what stands between two spaces, and whole statements that call something.
+_IN_C: Final = {
+    "<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "!=": "==", "+": "-", "-": "+", "&&": "||", "||": "&&",
+    "+=": "-=",
+}  # fmt: skip
+_C_PLACE: Final = re.compile(r"(?<= )[<>=!+&|-]{1,2}(?= )|^ +[a-z_]+\([^={}]*\);$", re.MULTILINE)
+
+
+def _in_c(text: str) -> Iterator[tuple[int, str]]:
+    for found in _C_PLACE.finditer(text):
+        new = ";" if found[0].endswith(";") else _IN_C.get(found[0], found[0])
+        line = text.count("\n", 0, found.start()) + 1
+        if not text.splitlines()[line - 1].lstrip().startswith(("*", "/", "#")):
+            yield line, text[: found.start()] + new + text[found.end() :]
 
 
 def _changes(tree: ast.Module) -> Iterator[tuple]:
@@ -154,14 +193,18 @@ _CATCHERS: Final = ("caught by a law", "caught by a test")
 
 def _caught_by(copy: Copy, mutant: Mutant) -> str:
     """Return what catches a change; if nothing does, why not, or "survives"."""
-    tests = next(tests for room, tests in _TESTS.items() if room in mutant.file)
     if mutant.after in EQUIVALENT:
         return EQUIVALENT[mutant.after]
-    for by, run in zip(_CATCHERS, ("threads", tests), strict=True):
-        found = catch(copy, replace(mutant.fault, run=run))
-        if found or found.hung:
+    hung = False
+    for by, run in zip(_CATCHERS, ("threads", TESTS[room_of(mutant.file)]), strict=True):
+        try:
+            found = catch(copy, replace(mutant.fault, run=run))
+        except subprocess.CalledProcessError:
+            return "does not compile"
+        if found:
             return by
-    return "survives"
+        hung = hung or found.hung
+    return "no verdict" if hung else "survives"
 
 
 def main() -> None:
@@ -191,7 +234,11 @@ def main() -> None:
             list(pool.map(work, range(arguments.jobs)))
     counted = [by for _, by in tried if by in (*_CATCHERS, "survives")]
     laws, tests = map(counted.count, _CATCHERS)
-    print(f"tried {len(tried)} of {total}; of {len(counted)} caught: laws {laws}, tests {tests}")
+    open_ = [by for _, by in tried].count("no verdict")
+    print(
+        f"tried {len(tried)} of {total}; of {len(counted)} caught: laws {laws}, tests {tests}; "
+        f"no verdict on {open_} more"
+    )
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
@@ -31,8 +31,10 @@ class Catch:
     """What caught a fault: the laws that failed, and the error of each; none if it was not caught."""
 
     errors: dict[str, str] = field(default_factory=dict)
+    # Whether the time limit ended it, which says nothing: neither that it is caught nor that it is not.
     hung: bool = False
     said: str = ""
+    examples: int = 0
 
     def __bool__(self) -> bool:
         return bool(self.errors)
@@ -41,8 +43,9 @@ class Catch:
 def catch(copy: Copy, fault: Fault) -> Catch:
     """Return the named laws that fail, or the first of all others."""
     with copy.planted(fault):
-        named = _catch_named(copy, fault)
-        return named or _run(copy, fault, (), _ALL, first=True)
+        found = _catch_named(copy, fault)
+        found = found or _run(copy, fault, (), _ALL, first=True)
+    return _beside_right(copy, fault, found)
 
 
 def catch_all(copy: Copy, fault: Fault) -> Catch:
@@ -51,7 +54,27 @@ def catch_all(copy: Copy, fault: Fault) -> Catch:
         found = _run(copy, fault, (), _ALL, first=False)
         if not any(law in found.errors for law in fault.laws):
             found.errors.update(_catch_named(copy, fault).errors)
-        return found
+    return _beside_right(copy, fault, found)
+
+
+# By what was run on a copy without a fault, the laws that failed there.
+_wrong_there: dict[tuple[object, ...], set[str]] = {}
+
+
+def _beside_right(copy: Copy, fault: Fault, found: Catch) -> Catch:
+    """Return what was caught without the laws that fail on the same examples without the fault as well."""
+    key = fault.run, fault.frameworks, fault.native, found.examples, *sorted(found.errors)
+    if found and key not in _wrong_there:
+        right = replace(
+            fault, file="setup.py", before="setup(", after="setup(", compiled=fault.native
+        )
+        with copy.planted(right):
+            again = _run(copy, right, tuple(found.errors), found.examples, first=False)
+        _wrong_there[key] = set(found.errors) if again.hung else set(again.errors)
+    wrong = _wrong_there.get(key, set())
+    errors = {law: error for law, error in found.errors.items() if law not in wrong}
+    said = f"without the fault as well: {', '.join(sorted(wrong))}" if wrong else found.said
+    return replace(found, errors=errors, said=said)
 
 
 def _catch_named(copy: Copy, fault: Fault) -> Catch:
@@ -61,14 +84,8 @@ def _catch_named(copy: Copy, fault: Fault) -> Catch:
         left = [law for law in fault.laws if law not in found.errors]
         if left and not found.hung:
             again = _run(copy, fault, left, examples, first=False)
-            found = Catch({**found.errors, **again.errors}, again.hung, again.said)
+            found = replace(again, errors={**found.errors, **again.errors})
     return found
-
-
-def run_without_fault(copy: Copy) -> Catch:
-    """Run all laws on the copy as it is: none may fail."""
-    nothing = Fault("none: nothing", "pyproject.toml", "[project]", "[project]", ())
-    return _run(copy, nothing, (), _ALL, first=False)
 
 
 def _run(copy: Copy, fault: Fault, laws: Sequence[str], examples: int, *, first: bool) -> Catch:
@@ -98,7 +115,7 @@ def _run(copy: Copy, fault: Fault, laws: Sequence[str], examples: int, *, first:
     else:
         command += _files(copy, laws) if fault.run == "threads" else fault.run.split()
     hung, said = _wait(command, environment, copy.folder, _SECONDS["first" if first else "all"])
-    return Catch(_errors(record), hung, said[-2000:])
+    return Catch(_errors(record), hung, said[-2000:], examples)
 
 
 def _files(copy: Copy, laws: Sequence[str]) -> list[str]:

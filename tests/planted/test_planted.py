@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from tests.planted import page
+from tests.planted import mutants, page
 from tests.planted.catalogue import FAULTS
 from tests.planted.copies import ROOT
 from tests.planted.fault import Fault, StaleFaultError
@@ -28,6 +28,16 @@ def test_a_stale_fault_is_named() -> None:
     stale = Fault("off by one", "arraycomm/_launch/__init__.py", "no such text", "", ())
     with pytest.raises(StaleFaultError, match=r"'off by one' is stale: .* has its text 0 times"):
         stale.applied("some other text")
+
+
+def test_every_room_of_the_package_has_changes_and_tests() -> None:
+    rooms = {room.name for room in (ROOT / "arraycomm").iterdir() if room.is_dir()}
+    rooms -= {"adapters", "__pycache__"}
+    changed = {mutants.room_of(mutant.file) for mutant in mutants.mutants()}
+    assert changed == set(mutants.TESTS)
+    assert rooms - changed == set()
+    for tests in mutants.TESTS.values():
+        assert [path for path in tests.split() if not (ROOT / path).exists()] == []
 
 
 def test_every_law_has_caught_a_fault() -> None:

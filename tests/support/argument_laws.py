@@ -103,15 +103,25 @@ def _passed(
                     if isinstance(key, ast.Constant) and isinstance(value, ast.Tuple)
                 }
             elif isinstance(node, ast.Call):
-                name = getattr(node.func, "attr", getattr(node.func, "id", ""))
                 if any(isinstance(each, ast.Starred) for each in node.args):  # call(*args, out=out)
                     keywords |= {each.arg for each in node.keywords if each.arg}
-                for full in _matching(name, calls):
+                for full in _called(node.func, calls):
                     yield full, _bound(node, calls[full])
     for name, count in tables.items():
         for form in (name, f"i{name}"):
             for full in _matching(form, calls):
                 yield full, [*calls[full][:count], *keywords.intersection(calls[full])]
+
+
+def _called(function: ast.expr, calls: dict[str, list[str]]) -> list[str]:
+    """Return the functions or methods that a call may be of: `", ".join(names)` is one of a string."""
+    if isinstance(function, ast.Name):
+        return [function.id] if function.id in calls else []
+    if not isinstance(function, ast.Attribute) or isinstance(function.value, ast.Constant):
+        return []
+    if isinstance(function.value, ast.Name) and function.value.id in ("ac", "arraycomm"):
+        return [function.attr] if function.attr in calls else []
+    return [full for full in _matching(function.attr, calls) if "." in full]
 
 
 def _matching(name: str, calls: dict[str, list[str]]) -> list[str]:
