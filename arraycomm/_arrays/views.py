@@ -8,6 +8,7 @@ import numpy as np
 
 from arraycomm._arrays.buffer import BufferView, Reader
 from arraycomm._arrays.frameworks import BY_READER, find_reader
+from arraycomm._arrays.frameworks.base import ByAddress
 from arraycomm._arrays.protocols import read_foreign
 
 # Readers of the types met so far. A type that no framework claims is not kept: ctypes and others
@@ -35,6 +36,12 @@ def reader_of(x: Any) -> Reader:
         return read_foreign
     _READERS[kind] = reader
     return reader
+
+
+def by_address(x: Any) -> ByAddress | None:
+    """Return how prepared calls read and make arrays like x; None if they do by views."""
+    framework = BY_READER.get(reader_of(x))
+    return None if framework is None else framework.by_address(type(x))
 
 
 def result_prototype(x: Any, name: str) -> BufferView:

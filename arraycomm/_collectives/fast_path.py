@@ -18,8 +18,9 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from arraycomm._arrays.buffer import Array, BufferView, allocate
+from arraycomm._arrays.frameworks.base import ByAddress
 from arraycomm._arrays.results import allocate_like, commit_out, to_framework, view_out
-from arraycomm._arrays.views import view
+from arraycomm._arrays.views import by_address, view
 from arraycomm._calls.fast_paths import ONCE, FastPath
 from arraycomm._calls.operation import NO_SHARE, Context, Operation, Share
 from arraycomm._calls.pickles import Pickled
@@ -184,7 +185,7 @@ class Step(NamedTuple):
     """What a rank shows in the step of a call, with the array that it sends, and what it gets.
 
     `headers` is what all ranks have shown, or its beginning, one after the other. If the call is
-    `plain`, its arrays are NumPy's.
+    `plain`, its arrays are NumPy's. Otherwise `addresses` says whether they need no view.
     """
 
     signature: Signature
@@ -194,6 +195,7 @@ class Step(NamedTuple):
     gets: Form | None
     share: Share
     plain: bool
+    addresses: ByAddress | None
 
 
 def _step(runner: Runner, made: Operation, x: Any, result: Any) -> Step | None:
@@ -220,13 +222,16 @@ def _step(runner: Runner, made: Operation, x: Any, result: Any) -> Step | None:
     compared = _DIGEST
     if isinstance(made, FromRoot):
         compared, known = slice(None), found.array(made.root)
-        if known is None or found.payload_bytes(made.root) < 0 or not (plain or made.is_root):
+        if known is None or found.payload_bytes(made.root) < 0:
+            return None
+        # What others pass to a scatter is not looked at.
+        if not (plain or made.is_root or (made.whole and x is not None)):
             return None
         gets = Form(*known)
     elif not found.agree():
         return None
     headers = _shown(control, header, compared)
-    return Step(made.signature, header, headers, sends, gets, share, plain)
+    return Step(made.signature, header, headers, sends, gets, share, plain, by_address(x))
 
 
 def _shown(control: ControlChannel, own: bytes, compared: slice) -> bytes:
@@ -260,7 +265,8 @@ def keep(runner: Runner, key: tuple[Any, ...], x: Any, op: str, note: str = "") 
         header = encode(signature, -1 if large else form.nbytes)
         headers, share = header[_DIGEST] * group.size, Share(range(group.size), 0, op)
         call = Call(key, Allreduce, (op,))
-        step = Step(signature, header, headers, form, form, share, type(x) is np.ndarray)
+        plain = type(x) is np.ndarray
+        step = Step(signature, header, headers, form, form, share, plain, by_address(x))
         if large:
             step = step._replace(sends=None, gets=None, share=NO_SHARE)
             paths.keep(key, LargeAllreduce(runner, call, step, form))
@@ -372,6 +378,9 @@ class SmallCall(Exchanged):
         super().__init__(runner, call, step, made)
         self._sends, self._gets, self._plain = step.sends, step.gets, step.plain
         self._make = self.exchange.make
+        self._addresses = step.addresses
+        if self._addresses is not None and self._gets is not None:
+            self._new = self._addresses.maker(self._gets.shape, self._gets.dtype)
 
     def __call__(self, x: Any, out: Any) -> Any:
         if not self._plain:
@@ -423,7 +432,7 @@ class SmallCall(Exchanged):
         if group.closed is not None:
             raise group.closed_error(name)
         group.watchdog.current = (name, site)
-        exchange.post(own if self._sends is None or own.flags.c_contiguous else own.copy())
+        exchange.post(own)
         if group.control.native is not None:
             group.control.go_on()
         yield group.control
@@ -449,21 +458,30 @@ class SmallCall(Exchanged):
 
     def _look_plain(self, x: Any, out: Any) -> _Found | None:
         into = self._into(out)
-        return None if into is NotImplemented else (x if self._sends else None, into, None)
+        if into is NotImplemented:
+            return None
+        if self._sends is None:
+            return None, into, None
+        return (x if x.flags.c_contiguous else x.copy()), into, None
 
     def _look(self, x: Any, out: Any) -> _Found | None:
         """Look at the arrays of a framework."""
         gets = self._gets
         try:
+            addresses = self._addresses
+            if addresses and (found := self._look_at_addresses(addresses, x, out)):
+                return found
             source = view(x)
             into = None if out is None or gets is None else view_out(out, gets.shape, gets.dtype)
         except Exception:
             return None
         # One that had to be copied may be on a device, where the full call leaves it.
         copied = source.copied or (into is not None and into.copied)
-        if copied or (source.dtype, source.shape) != self._sends:
+        if copied or self._sends not in (None, (source.dtype, source.shape)):
             return None
-        own = source.array if source.array.flags.c_contiguous else source.array.copy()
+        own = None
+        if self._sends is not None:
+            own = source.array if source.array.flags.c_contiguous else source.array.copy()
         if into is not None and into.array.flags.carray:
             return own, into.array, partial(commit_out, into)
         if gets is None:
@@ -472,6 +490,22 @@ class SmallCall(Exchanged):
         if into is None:
             return own, target, partial(to_framework, target, source)
         return own, target, partial(_write_out, into, target)
+
+    def _look_at_addresses(self, arrays: ByAddress, x: Any, out: Any) -> _Found | None:
+        """Look at where arrays are; None if they have to be looked at through views."""
+        gets, address = self._gets, arrays.address(x)
+        if not address:
+            return None
+        own = None if self._sends is None else address
+        if gets is None:
+            return own, None, None
+        if out is None:
+            made, into = self._new()
+            return own, into, lambda: made
+        if type(out) is not type(x) or out.dtype != x.dtype or out.shape != gets.shape:
+            return None
+        into = arrays.address(out)
+        return (own, into, lambda: (arrays.wrote(out), out)[1]) if into else None
 
     def count(self) -> Count:
         calls, seconds = self.exchange.counts()

@@ -291,9 +291,15 @@ static bool has_form(const Form *form, const Py_buffer *buffer)
     return true;
 }
 
-/* Take the memory of an array, or of None, which has none; 0 if it has another form, or is not contiguous. */
+/* Take the memory of an array, or of None, which has none; 0 if it has another form, or is not contiguous. A number is the address
+ * of an array of which the caller has seen that it is as the call has it. */
 static int take(const Form *form, PyObject *array, Py_buffer *buffer, int flags)
 {
+    if (PyLong_Check(array)) {
+        *buffer = (Py_buffer){.buf = PyLong_AsVoidPtr(array), .len = form->nbytes};
+        PyErr_Clear();
+        return buffer->buf != NULL;
+    }
     if (array == Py_None) {
         *buffer = (Py_buffer){0};
         return form->nbytes == 0;
@@ -452,7 +458,7 @@ static PyObject *exchange_counts(Exchange *self, PyObject *none)
 static PyMethodDef exchange_methods[] = {
     {"make", (PyCFunction)(void (*)(void))exchange_make, METH_FASTCALL,
      PyDoc_STR("make(array, into, x, out): make a call and return `into`, or what `settle(x, out)` returns; "
-               "NotImplemented, with nothing done, if it is another call.")},
+               "NotImplemented, with nothing done, if it is another call. For arrays there may be the addresses of such.")},
     {"post", (PyCFunction)(void (*)(void))exchange_post, METH_O,
      PyDoc_STR("post(array): begin a call, as the next step of its control channel.")},
     {"finish", (PyCFunction)(void (*)(void))exchange_finish, METH_O,

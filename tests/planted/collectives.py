@@ -344,8 +344,8 @@ ARRAYS: Final = (
     Fault(
         "result is the argument: from the second call on, torch's tensors are reduced in place",
         _FAST,
-        "        target = allocate_like(gets.shape, gets.dtype, source)",
-        "        target = own",
+        "            made, into = self._new()",
+        "            made, into = x, address",
         ("results_are_nobody_elses", "input_is_not_modified"),
         frameworks=True,
         compiled=True,

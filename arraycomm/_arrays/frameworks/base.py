@@ -37,6 +37,22 @@ class OnDevice:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ByAddress:
+    """How prepared calls read and make arrays, where a view of each would take them too long.
+
+    Arrays are of the type, dtype and shape that the first call has looked at through a view.
+    """
+
+    # Returns where an array's elements are, in C order on the host. 0 if it has to be looked at
+    # through a view, which may refuse it.
+    address: Callable[[Any], int]
+    # Returns what makes a result of a shape and a dtype, and returns it with its address.
+    maker: Callable[[tuple[int, ...], DType], Callable[[], tuple[Any, int]]]
+    # Records that an array was written.
+    wrote: Callable[[Any], object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Framework:
     """One framework's arrays, as the core sees them. The defaults are right for most frameworks."""
 
@@ -84,6 +100,8 @@ class Framework:
     reason_to_copy: Callable[[Array], str | None] = lambda _: None
     # Says why a result is not the memory that `to_framework` got; None if it is.
     reason_copied: Callable[[Any, Array], str | None] = lambda _, __: None
+    # Returns how prepared calls read and make arrays of a type. None if they do by views.
+    by_address: Callable[[type], ByAddress | None] = lambda _: None
     # None if its arrays are always on the host.
     on_device: OnDevice | None = None
 

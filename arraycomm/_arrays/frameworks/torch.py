@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from typing import Any, Final
 
 import ml_dtypes
@@ -21,7 +22,7 @@ from arraycomm._arrays.buffer import (
     use_large_pages,
 )
 from arraycomm._arrays.dlpack import Memory
-from arraycomm._arrays.frameworks.base import Framework, OnDevice, no_such_dtype
+from arraycomm._arrays.frameworks.base import ByAddress, Framework, OnDevice, no_such_dtype
 from arraycomm._dtypes import BY_DTYPE, BY_NAME, DType
 from arraycomm._errors import with_alternatives
 
@@ -79,12 +80,17 @@ def _kind_of(dtype: Any) -> tuple[str, DType | None]:
 def _memory_of(x: Any, name: str) -> Array:
     """Return a tensor's memory, not to be resized while in use; raise if it may be another one."""
     torch = sys.modules["torch"]
-    if not x.is_cpu or x.layout is not torch.strided or x.is_conj() or x.is_neg():
+    if not _is_plain(x, torch.strided):
         raise TypeError("not plain memory")
     if type(x).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         raise TypeError("no memory of its own")
     check_storage(x, name)
     return _shared(x, Memory)
+
+
+def _is_plain(x: Any, strided: Any) -> bool:
+    """Return whether the elements of a tensor, if it has memory, are there as they are."""
+    return x.is_cpu and x.layout is strided and not (x.is_conj() or x.is_neg())
 
 
 def _shared(x: Any, memory: type[Memory]) -> Array:
@@ -218,11 +224,16 @@ def _allocate(shape: tuple[int, ...], dtype: DType) -> Array:
     like = _empty_tensors().get(dtype)
     if like is None:
         return allocate(shape, dtype)
-    tensor = like.new_empty(shape)
+    tensor = _maker(like, shape)()
     if tensor.nbytes >= _LARGE:
         # As NumPy does: pages of 4 KiB would take longer than the reduction.
         use_large_pages(tensor.data_ptr(), tensor.nbytes)
     return _shared(tensor, _NewMemory)
+
+
+def _maker(like: Any, shape: tuple[int, ...]) -> Callable[[], Any]:
+    # A tuple takes a third of the time more; a shape without dimensions is one.
+    return partial(like.new_empty, *(shape or ((),)))
 
 
 @cache
@@ -272,6 +283,40 @@ def _commit_out(out: BufferView) -> Any:
     return out.source
 
 
+# By address -------------------------------------------------------------------------------------
+
+
+@cache
+def _by_address(kind: type) -> ByAddress | None:
+    torch = sys.modules["torch"]
+    # Any other class may say something else of itself in each call.
+    if kind not in (torch.Tensor, torch.nn.Parameter):
+        return None
+    strided, grad_enabled = torch.strided, torch.is_grad_enabled
+    forward_ad, wrote = torch.autograd.forward_ad, torch.autograd.graph.increment_version
+    is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+
+    def address(x: Any) -> int:
+        if (x.requires_grad and grad_enabled()) or is_wrapped(x) or forward_ad._current_level >= 0:
+            return 0
+        if not (_is_plain(x, strided) and x.is_contiguous()):
+            return 0
+        if x.storage_offset() * x.itemsize + x.nbytes > x.untyped_storage().nbytes():
+            return 0
+        return x.data_ptr()  # type: ignore[no-any-return]
+
+    def maker(shape: tuple[int, ...], dtype: DType) -> Callable[[], tuple[Any, int]]:
+        empty = _maker(_empty_tensors()[dtype], shape)
+
+        def make() -> tuple[Any, int]:
+            made = empty()
+            return made, made.data_ptr()
+
+        return make
+
+    return ByAddress(address=address, maker=maker, wrote=wrote)
+
+
 # Exchange ---------------------------------------------------------------------------------------
 
 
@@ -311,5 +356,6 @@ TORCH: Final = Framework(
     takes_opaque=False,
     copies_back=True,
     reason_to_copy=_reason_to_copy,
+    by_address=_by_address,
     on_device=OnDevice(own=_own, copy=lambda x: x.detach().clone(), namespace="torch"),
 )
