@@ -20,6 +20,7 @@ from arraycomm.testing._arrays.oracle import expected
 from arraycomm.testing.conformance._checks import check_leaf_of_fold, leaves_of
 from arraycomm.testing.conformance._inputs import sealed
 
+WAYS = ("tree", "gradients", "plan")
 Pair = namedtuple("Pair", "first rest")  # noqa: PYI024
 CONTAINERS: dict[str, Callable[[list[Any]], Any]] = {
     "list": list,
@@ -33,13 +34,13 @@ CONTAINERS: dict[str, Callable[[list[Any]], Any]] = {
 def histories(draw: st.DrawFn) -> tuple[str, list[Any], list[tuple[int, bool]]]:
     """Draw an op, some structures, and which of them is reduced in each turn; -1 is none.
 
-    A structure is a container, arrays in it, whether it has the first one twice, and whether these
-    are gradients. In some turns the last one of these is missing on rank 0.
+    A structure is a container, arrays in it, whether it has the first one twice, and what reduces
+    it. In some turns the last one of gradients is missing on rank 0.
     """
     op = draw(ranked.ops())
     arrays = ranked.arrays(ranked.dtypes(op), ranked.shapes(large=False))
     several, kinds = st.lists(arrays, min_size=1, max_size=4), st.sampled_from(sorted(CONTAINERS))
-    structures = st.tuples(kinds, several, st.booleans(), st.booleans())
+    structures = st.tuples(kinds, several, st.booleans(), st.sampled_from(WAYS))
     drawn = draw(st.lists(structures, min_size=1, max_size=2))
     turns = st.tuples(st.integers(-1, len(drawn) - 1), st.booleans())
     return op, drawn, [*[(0, False)] * 3, *draw(st.lists(turns, max_size=5)), (0, True)]
@@ -57,11 +58,12 @@ def test_trees_that_repeat_give_what_they_give_once(comm, history) -> None:
     A rank may lack a gradient that it had in the call before.
     """
     op, drawn, turns = history.value
+    plans: dict[int, Any] = {}
     for turn, (number, lacking) in enumerate(turns):
         if number < 0:
             refuse_on_one_rank(comm, turn % comm.size)
             continue
-        kind, cases, tied, gradients = drawn[number]
+        kind, cases, tied, way = drawn[number]
         everyones = [summands(case, turn, comm.size) for case in cases]
         leaves = [ranks[comm.rank].build() for ranks in everyones]
         elements = [[case.numpy() for case in ranks] for ranks in everyones]
@@ -70,11 +72,16 @@ def test_trees_that_repeat_give_what_they_give_once(comm, history) -> None:
             elements.append(elements[0])
         likes, make = list(leaves), CONTAINERS[kind]
         plain = all(type(leaf) is np.ndarray for leaf in leaves)
-        if gradients and lacking and plain and comm.size > 1:
+        if way == "gradients" and lacking and plain and comm.size > 1:
             elements[-1] = [np.zeros_like(elements[-1][0]), *elements[-1][1:]]
             leaves[-1] = leaves[-1] if comm.rank else None
-        reduce = allreduce_gradients if gradients else allreduce_tree
-        got = reduce(make(leaves), op, comm=comm)
+        if way == "plan":
+            if number not in plans:
+                plans[number] = comm.plan(make(leaves), op)
+            got = plans[number](make(leaves))
+        else:
+            reduce = allreduce_gradients if way == "gradients" else allreduce_tree
+            got = reduce(make(leaves), op, comm=comm)
         wants = make([expected(rows, op) for rows in elements])
         for leaf, like, want in leaves_of(got, make(likes), wants):
             check_leaf_of_fold(leaf, like, want, op)

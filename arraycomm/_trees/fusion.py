@@ -48,10 +48,11 @@ class Fusion:
         self._parts = list(map(_whole, range(len(specs)), self._slots))
         # The leaves over which results may be written.
         self.large = {part.leaf for part in self._parts if part.last >= LARGE}
-        self._whole = table_of(self._parts)
+        # A table of all leaves in the buffer.
+        self.whole = table_of(self._parts)
         # Made when leaves first go between nodes, with what is copied for them.
         self._messages: tuple[Message, ...] | None = None
-        self._together = self._whole
+        self._together = self.whole
 
     def hold(self, arrays: list[Any]) -> Held | None:
         """Hold the leaves, if all are contiguous arrays of NumPy that need no conversion."""
@@ -156,7 +157,7 @@ class Fusion:
     def pack(self, packed: Packed, sources: Sources | Held) -> None:
         """Copy the leaves in; None stands for zeros."""
         if isinstance(sources, Held):
-            sources.fill(packed.buffer, self._whole)
+            sources.fill(packed.buffer, self.whole)
         else:
             packed.pack(sources)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import zip_longest
-from typing import Any
+from typing import Any, Final
 
 from arraycomm._arrays.typing import TreeT
 from arraycomm._calls.operation import Context, Operation
@@ -22,7 +22,18 @@ from arraycomm._trees.held import Held
 from arraycomm._trees.layout import Spec
 from arraycomm._trees.leaves import NONE, Leaves, Parts
 from arraycomm._trees.pytrees import Flat, flatten
-from arraycomm._trees.reduce import DEFAULT_BUCKET_BYTES, ReduceOnto, reduce_on_device, results
+from arraycomm._trees.reduce import (
+    DEFAULT_BUCKET_BYTES,
+    ReduceOnto,
+    TreeReduction,
+    call_tree,
+    reduce_on_device,
+    results,
+)
+
+# More leaves, or bytes, take longer by a fast path than in a full call with the plan's memory.
+_FEW: Final = 64
+_SMALL: Final = 64 << 10
 
 
 class Plan(ProcessBound):
@@ -65,8 +76,9 @@ class Plan(ProcessBound):
     reduces them, if they are contiguous. Others are copied once, into messages of several leaves.
 
     A plan keeps memory for results, and uses it again once nothing refers to the results in it. If
-    no results but those of the last step are in use, a call allocates no memory. Plans of the same
-    shapes on one communicator share this memory: twice the tree's bytes at most.
+    no results but those of the last step are in use, a call allocates no memory, unless the tree
+    has at most 64 leaves and 64 KiB. Plans of the same shapes on one communicator share this
+    memory: twice the tree's bytes at most.
 
     Examples
     --------
@@ -93,12 +105,17 @@ class Plan(ProcessBound):
         self.present = [index for index, spec in enumerate(self._specs) if spec is not None]
         # Whether every leaf is an array.
         self._plain = len(self.present) == len(self._specs)
+        few = len(self._specs) <= _FEW and fusion.nbytes <= _SMALL
+        # By which the fast path of its calls is found, if they have one.
+        self._place = object() if self._plain and few else None
 
     @opaque
     def __call__(self, tree: TreeT, *, onto: Any = None, timeout: float | None = None) -> TreeT:
         if onto is not None:
             return self._runner.call_within(timeout, RunPlanOnto, self, tree, onto)
-        return self._runner.call_within(timeout, RunPlan, self, tree)
+        if self._place is None:
+            return self._runner.call_within(timeout, RunPlan, self, tree)
+        return call_tree(self._runner, timeout, RunPlan, self, tree, place=self._place)
 
     def __repr__(self) -> str:
         return f"<Plan: {self.op} of {len(self._specs)} leaves, {self.fusion.nbytes} bytes>"
@@ -176,7 +193,7 @@ class MakePlan(Operation):
         return self._plan
 
 
-class RunPlan(Operation):
+class RunPlan(TreeReduction):
     """See `Plan.__call__`."""
 
     name, code = "Plan", 30
@@ -186,39 +203,43 @@ class RunPlan(Operation):
         flat = flatten(tree)
         plan.check_structure(flat)
         super().__init__(context, context.place_tree(flat.leaves))
-        self._plan, self._flat = plan, flat
-        self._fusion, self._present = plan.fusion, plan.present
+        self._plan, self._flat, self.op = plan, flat, plan.op
+        self.fusion, self._present = plan.fusion, plan.present
         self._parts: Parts | None = None
+        self._leaves: Leaves | None = None
         on_host = not isinstance(self.placement, DevicePlacement)
         self._held = plan.hold(flat.leaves) if on_host else None
         self._sources = self._held or self._views(on_host=on_host)
-        self._packed = self._fusion.acquire()
+        self._packed = self.fusion.acquire()
         self.signature = plan.signature
-        self.nbytes += self._fusion.nbytes
-        self.copies += len(self._fusion.specs)
+        self.nbytes += self.fusion.nbytes
+        self.copies += len(self.fusion.specs)
 
     def _views(self, *, on_host: bool) -> Sources:
         """Look at each leaf, and return those on the host."""
-        plan, self._leaves = self._plan, Leaves(self._flat, self.placement.view)
-        views = self._leaves.views
-        plan.check_leaves(self._leaves)
-        parts = None if on_host else Parts(views, self._leaves.dtypes())
+        plan, leaves = self._plan, Leaves(self._flat, self.placement.view)
+        self._leaves, views = leaves, leaves.views
+        plan.check_leaves(leaves)
+        parts = None if on_host else Parts(views, leaves.dtypes())
         if parts is None or not parts.on_device:
             return [leaf for leaf in views if leaf is not None]
         self._parts, self._present = parts, parts.present
-        self._fusion = plan.fusion_beside_devices(parts.specs, DEFAULT_BUCKET_BYTES)
+        self.fusion = plan.fusion_beside_devices(parts.specs, DEFAULT_BUCKET_BYTES)
         self.nbytes, self.copies = parts.device_bytes, len(parts.on_device)
         return parts.sources
 
+    def look(self) -> Leaves:
+        return self._leaves or Leaves(self._flat, self.placement.view)
+
     def pack(self, room: int) -> Bytes | None:
-        if self._fusion.nbytes > room:
-            reserve(self.group.transport, self._fusion.nbytes)
+        if self.fusion.nbytes > room:
+            reserve(self.group.transport, self.fusion.nbytes)
             return None
-        self._fusion.pack(self._packed, self._sources)
+        self.fusion.pack(self._packed, self._sources)
         return self._packed.buffer
 
     def steps(self, agreement: Agreement) -> Steps:
-        plan, fusion, packed = self._plan, self._fusion, self._packed
+        plan, fusion, packed = self._plan, self.fusion, self._packed
         if self.payload is None:
             yield from fusion.reduce(plan.memory, packed, self._sources, plan.op)
         elif fusion.nbytes:
@@ -228,7 +249,7 @@ class RunPlan(Operation):
         )
 
     def result(self, agreement: Agreement) -> Any:
-        if self._held is not None:
+        if self._leaves is None:
             return self._flat.rebuild(self._packed.leaves())
         made = results(self._leaves.views, self._present, self._packed, ready=self._reduced)
         return self._leaves.rebuild(made)

@@ -34,6 +34,7 @@ from arraycomm._transports.base import Bytes, Steps
 from arraycomm._trees import device_leaves
 from arraycomm._trees.buffers import BYTE, Packed
 from arraycomm._trees.fusion import Fusion, TreeMemory
+from arraycomm._trees.held import hold
 from arraycomm._trees.layout import Spec, slots_of
 from arraycomm._trees.leaves import (
     NONE,
@@ -55,13 +56,27 @@ COMPRESSIONS: Final[dict[str, DType]] = {
 
 
 # To look at more leaves takes longer than a call in full does besides.
-_MOST_LEAVES: Final = 64
+_MOST_LEAVES: Final = 256
 
 # Frameworks of numbers, which have no arrays.
 _NUMBERS: Final = ("python", "numpy_scalar")
 
 
-class AllreduceTree(Operation):
+class TreeReduction(Operation):
+    """A reduction of a tree's leaves by `op`, those on the host in the buffers of a fusion."""
+
+    op: str
+    fusion: Fusion
+
+    def look(self) -> Leaves:
+        """Return the leaves with their views."""
+        raise NotImplementedError
+
+    def share(self) -> Share:
+        return Share(range(self.group.size), 0, self.op)
+
+
+class AllreduceTree(TreeReduction):
     """See `arraycomm.allreduce_tree`."""
 
     name, code = "allreduce_tree", 14
@@ -102,6 +117,9 @@ class AllreduceTree(Operation):
         self.nbytes = self.fusion.nbytes + self.parts.device_bytes
         self.copies = len(self.parts.present) + len(self.parts.on_device)
 
+    def look(self) -> Leaves:
+        return self.leaves
+
     def fusion_of(self, specs: tuple[Spec, ...]) -> Fusion:
         """Return the fusion of leaves of these specs on the host."""
         return Fusion(specs, self._bucket_bytes)
@@ -112,9 +130,6 @@ class AllreduceTree(Operation):
             return None
         self.packed.pack(self.parts.sources)
         return self.packed.buffer
-
-    def share(self) -> Share:
-        return Share(range(self.group.size), 0, self.op)
 
     def steps(self, agreement: Agreement) -> Steps:
         if agreement.calls is not None:
@@ -324,16 +339,20 @@ def call_tree(
     runner: Runner,
     timeout: float | None,
     operation: OperationClass[...],
-    memory: TreeMemory,
+    by: Any,
     tree: Any,
-    rest: tuple[Any, ...],
+    rest: tuple[Any, ...] = (),
+    place: object = None,
 ) -> Any:
-    """Make a call `operation(context, memory, tree, *rest)`, by its fast path if there is one."""
+    """Make a call `operation(context, by, tree, *rest)`, by its fast path if there is one.
+
+    Calls have fast paths in common if they have a `place` in common.
+    """
     try:
-        given = Given(memory, tree)
+        given = Given(by, tree, place)
     except Exception:
         # The full call looks at it more closely, and lets the other ranks know of an error.
-        return runner.call_within(timeout, operation, memory, tree, *rest)
+        return runner.call_within(timeout, operation, by, tree, *rest)
     return call(runner, timeout, operation, given, rest, None, SmallTree)
 
 
@@ -344,28 +363,23 @@ class Given:
     dtype. Trees that are not of plain containers, or have None, raise; their calls are not found.
     """
 
-    def __init__(self, memory: TreeMemory, tree: Any) -> None:
-        self.memory, self.tree = memory, tree
+    def __init__(self, by: Any, tree: Any, place: object) -> None:
+        self.by, self.tree = by, tree
         self.leaves, self.spec = optree.tree_flatten(tree, none_is_leaf=True)
         if len(self.leaves) > _MOST_LEAVES:
             raise ValueError("a tree of many leaves")
         self.shape = outline_of(self.spec, "tree")
-        self.dtype = tuple(
-            [
-                type(leaf) if type(leaf) in NUMBERS else (type(leaf), leaf.dtype, leaf.shape)
-                for leaf in self.leaves
-            ]
-        )
-
-
-# A leaf's slot, and the view of the leaf; None if that is NumPy's.
-_Placed = tuple[Array, BufferView | None]
+        looks = [
+            type(leaf) if type(leaf) in NUMBERS else (type(leaf), leaf.dtype, leaf.shape)
+            for leaf in self.leaves
+        ]
+        self.dtype = place, tuple(looks)
 
 
 class SmallTree(Exchanged):
     """The fast path of reductions of trees whose leaves travel with the header."""
 
-    def __init__(self, runner: Runner, call: Call, step: Step, made: AllreduceTree) -> None:
+    def __init__(self, runner: Runner, call: Call, step: Step, made: TreeReduction) -> None:
         _check_prepared(call, made)
         fusion, size = made.fusion, runner.group.size
         dtypes = {bucket.dtype for bucket in fusion.buckets}
@@ -384,12 +398,13 @@ class SmallTree(Exchanged):
             (slot.dtype, slot.shape, slot.elements.start * slot.dtype.itemsize)
             for slot in slots_of(fusion.specs, fusion.buckets)
         ]
-        self._op, self._nbytes = made.op, fusion.nbytes
+        self._op, self._nbytes, self._table = made.op, fusion.nbytes, fusion.whole
+        self._specs = tuple(zip(*fusion.specs, strict=True)) or ((), ())
         self._make = self.exchange.make
 
     @staticmethod
     def arguments(x: Any, rest: tuple[Any, ...], out: Any) -> tuple[Any, ...]:
-        return x.memory, x.tree, *rest
+        return x.by, x.tree, *rest
 
     @staticmethod
     def arrays(x: Any) -> list[Any]:
@@ -401,35 +416,44 @@ class SmallTree(Exchanged):
         try:
             sent = allocate(self._sends.shape, self._sends.dtype)
             received = allocate(self._gets.shape, BYTE) if self._folds else sent
-            placed = self._placed(leaves, sent)
+            slots = [np.ndarray(shape, dtype, sent, start) for dtype, shape, start in self._slots]
+            # Also the bytes between leaves.
+            sent.fill(0)
+            likes = self._fill(leaves, slots, sent)
         except Exception:
             return NotImplemented
-        if placed is None:
+        if likes is None:
             return NotImplemented
         result = self._make(sent, received, x, None)
         if result is not received:
             return result
         if self._folds:
             self._fold(received.reshape(self._group.size, -1), sent)
-        return self.handed_over(lambda: optree.tree_unflatten(x.spec, _results(leaves, placed)))
+        return self.handed_over(
+            lambda: optree.tree_unflatten(x.spec, _results(leaves, slots, likes))
+        )
 
-    def _placed(self, leaves: list[Any], sent: Array) -> list[_Placed] | None:
-        """Copy the leaves into what is sent; None if they are not as the call has to have them."""
-        # Also the bytes between leaves.
-        sent.fill(0)
-        placed = []
-        for leaf, (dtype, shape, start) in zip(leaves, self._slots, strict=True):
-            slot: Array = np.ndarray(shape, dtype, sent, start)
+    def _fill(
+        self, leaves: list[Any], slots: list[Array], sent: Array
+    ) -> list[BufferView | None] | None:
+        """Copy the leaves into what is sent, and return the views of those that are not NumPy's.
+
+        None if they are not as the call has to have them.
+        """
+        likes: list[BufferView | None] = [None] * len(leaves)
+        if (held := hold(leaves, *self._specs)) is not None:
+            held.fill(sent, self._table)
+            return likes
+        for number, (leaf, slot) in enumerate(zip(leaves, slots, strict=True)):
             # By such an array's own dtype and shape the call was found.
-            like = None if type(leaf) is np.ndarray else view(leaf)
+            like = likes[number] = None if type(leaf) is np.ndarray else view(leaf)
             if like is None:
                 slot[...] = leaf
-            elif _is_there(leaf, like) and like.dtype == dtype and like.shape == shape:
+            elif _is_there(leaf, like) and like.dtype == slot.dtype and like.shape == slot.shape:
                 slot[...] = like.array
             else:
                 return None
-            placed.append((slot, like))
-        return placed
+        return likes
 
     def _fold(self, rows: Array, into: Array) -> None:
         start = 0
@@ -449,9 +473,10 @@ class SmallTree(Exchanged):
         return Count(name, calls, calls * self._nbytes, seconds, copies)
 
 
-def _check_prepared(call: Call, made: AllreduceTree) -> None:
+def _check_prepared(call: Call, made: TreeReduction) -> None:
     """Raise for a tree that goes no fast path."""
-    flat, views = made.leaves.flat, [leaf for leaf in made.leaves.views if leaf is not None]
+    leaves = made.look()
+    flat, views = leaves.flat, [leaf for leaf in leaves.views if leaf is not None]
     # Containers that only the full call opens are in no outline.
     if Outline(tuple(flat.paths), flat.structure) != call.key[3] or made.payload is None:
         raise ValueError("a tree without a fast path")
@@ -465,11 +490,14 @@ def _is_there(leaf: Any, found: BufferView) -> bool:
     return not found.copied or isinstance(leaf, NUMBERS)
 
 
-def _results(leaves: list[Any], placed: list[_Placed]) -> list[Any]:
+def _results(leaves: list[Any], slots: list[Array], likes: list[BufferView | None]) -> list[Any]:
     """Return results like the leaves; one for leaves that are one, if they are the same bits."""
-    made = [slot if like is None else to_framework(slot, like) for slot, like in placed]
+    made: list[Any] = [
+        slot if like is None else to_framework(slot, like)
+        for slot, like in zip(slots, likes, strict=True)
+    ]
     if len(set(map(id, leaves))) < len(leaves):
         first: dict[tuple[int, bytes], Any] = {}
-        for number, (leaf, (slot, _)) in enumerate(zip(leaves, placed, strict=True)):
+        for number, (leaf, slot) in enumerate(zip(leaves, slots, strict=True)):
             made[number] = first.setdefault((id(leaf), slot.tobytes()), made[number])
     return made
