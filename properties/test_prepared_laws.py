@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from arraycomm import PeerError, allreduce_gradients, allreduce_tree
+from arraycomm import PeerError, Request, allreduce_gradients, allreduce_tree
 from arraycomm.testing import ArrayCase
 from arraycomm.testing import given as given_on_ranks
 from arraycomm.testing import strategies as ranked
@@ -113,3 +115,81 @@ def test_objects_that_repeat_arrive_equal(comm, turns, root) -> None:
             assert comm.allgather_object(local) == everyones
             at_root = comm.gather_object(local, root)
             assert at_root == (everyones if comm.rank == root else None)
+
+
+# What a rank may pass in place of a tensor in plain memory; torch, and such a tensor.
+TENSORS: dict[str, Callable[[Any, Any], Any]] = {
+    "plain": lambda _, x: x,
+    "a window": lambda torch, x: torch.cat([x, x])[len(x) :],
+    "sliced": lambda torch, x: torch.stack([x, x], -1)[..., 1],
+    "expanded": lambda _, x: x[:1].expand(x.shape),
+    "a parameter": lambda torch, x: torch.nn.Parameter(x, requires_grad=False),
+    "with history": lambda _, x: x.requires_grad_(x.is_floating_point()),
+    "negated": lambda torch, x: torch._neg_view(x),
+    "conjugated": lambda _, x: x.conj(),
+    "freed": lambda _, x: (x.untyped_storage().resize_(0), x)[1],
+    "cut off": lambda _, x: (x.untyped_storage().resize_(x.nbytes - x.itemsize), x)[1],
+    "sparse": lambda _, x: x.to_sparse(),
+    "without elements": lambda _, x: x.to("meta"),
+    "of another class": lambda torch, x: x.as_subclass(type("Tensor", (torch.Tensor,), {})),
+}
+# Calls of small tensors with a row for each rank, and what shape their results have.
+SHAPES: dict[str, Callable[[tuple[int, ...]], tuple[int, ...]]] = {
+    **dict.fromkeys(("allreduce", "reduce", "bcast", "alltoall", "scan", "exscan"), tuple),
+    **dict.fromkeys(("allgather", "gather"), lambda shape: (shape[0], *shape)),
+    **dict.fromkeys(("scatter", "reduce_scatter"), lambda shape: shape[1:]),
+}
+
+
+def tensor(kind: str, dtype: str, shape: tuple[int, ...], seed: int) -> Any:
+    """Return a tensor of a kind of `TENSORS`; a plain one if this dtype has none of that kind."""
+    torch = pytest.importorskip("torch")
+    elements = np.random.default_rng(seed).integers(0, 5, shape)
+    x = torch.from_numpy(elements).to(getattr(torch, dtype))
+    with suppress(RuntimeError, IndexError, TypeError):
+        return TENSORS[kind](torch, x)
+    return x
+
+
+def outcome(call: Callable[[], Any], out: Any) -> Any:
+    """Return what is seen of a call's result, or its error."""
+    try:
+        got = call()
+        got = got.wait() if isinstance(got, Request) else got
+    except Exception as error:
+        # The text of another rank's error has the lines of its calls.
+        return type(error), "" if isinstance(error, PeerError) else str(error)
+    if got is None or isinstance(got, np.ndarray):
+        return got is None or (got.dtype, got.tolist())
+    name = type(got).__name__
+    facts = name, got.dtype, got.stride(), got.requires_grad, got.untyped_storage().resizable()
+    return *facts, got is out, got.detach().tolist()
+
+
+kinds = st.sampled_from(["plain", *TENSORS])
+# What a rank passes: x, out, and whether autograd records.
+passed = st.tuples(kinds, st.none() | kinds | st.just("x"), st.booleans())
+forms = st.tuples(
+    st.sampled_from(sorted(SHAPES)),
+    st.sampled_from(["float64", "int32", "bfloat16", "complex64", "bool"]),
+    st.sampled_from([(), (3,), (2, 2), (0,)]),
+)
+turns = st.lists(sealed(ranked.per_rank(passed)), min_size=1, max_size=6)
+
+
+@given_on_ranks(form=forms, turns=turns)
+def test_tensors_that_repeat_are_read_as_they_are_once(comm, form, turns) -> None:
+    """A call, and its request, gives or raises what one does that is never prepared."""
+    torch = pytest.importorskip("torch")
+    name, dtype, rest = form
+    usual, shape = ("plain", None, True), (comm.size, *rest)
+    for turn, everyones in enumerate([None] * 3 + turns):
+        kind, into, grad = usual if everyones is None else everyones.value[comm.rank]
+        found = []
+        for method, options in ((name, {"timeout": 60.0}), (name, {}), (f"i{name}", {})):
+            x = tensor(kind, dtype, shape, 1 + comm.size * turn + comm.rank)
+            out = x if into == "x" else into and tensor(into, dtype, SHAPES[name](shape), 0)
+            with torch.set_grad_enabled(grad):
+                call = partial(getattr(comm, method), x, out=out, **options)
+                found.append(outcome(call, out))
+        assert found[0] == found[1] == found[2]
