@@ -75,7 +75,7 @@ class Allreduce(Collective):
     in_place = True
 
     def run(self, calls: ProgramCalls, x: Any, out: Any) -> Any:
-        return calls.allreduce(x, self.op, out)
+        return calls.comm.allreduce(x, self.op, out=out)
 
     def shape(self, shape: Shape, size: int) -> Shape:
         _check_named(self.name, self.op)

@@ -22,7 +22,7 @@ from arraycomm._errors import name_operation
 from arraycomm._protocol.agreement import Agreement, UndeliveredError, agree, fail_in_step
 from arraycomm._protocol.engine import Engine
 from arraycomm._protocol.group import Group
-from arraycomm._protocol.header import encode, show, with_words
+from arraycomm._protocol.header import Signature, encode, show, with_words
 from arraycomm._protocol.task import Task
 from arraycomm._transports.base import Handle, Steps
 
@@ -41,6 +41,17 @@ class Guard:
     def substitute(self, operation: Any) -> Any:
         """Return the class of operations to use instead, or raise, so that all ranks hear of it."""
         return operation
+
+    def place(self) -> int | None:
+        """Return what tells a call from others like it that may have fast paths.
+
+        None if the guard has to see it.
+        """
+        return None
+
+    def sign(self, signature: Signature, place: int) -> Signature:
+        """Return what ranks compare of such a call."""
+        return signature
 
     def note_error(self, error: Exception) -> None:
         """Take note of an error that the other ranks hear of."""

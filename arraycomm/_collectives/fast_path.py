@@ -106,8 +106,12 @@ def _find(
     """Return the key of a call and its fast path, if they have any."""
     try:
         array = (None, out is None, None) if x is None else (type(x), x.dtype, x.shape)
+        guard = runner.guard
+        place = 0 if guard is None else guard.place()
+        if place is None:
+            return None, None
         # Numbers of several types are equal, as 1 and 1.0, and not all of them may be a root.
-        key = (operation, *array, tuple(map(type, rest)), *rest)
+        key = (operation, *array, (place, *map(type, rest)), *rest)
         return key, runner.fast_paths.find(key)
     except Exception:
         # The full call checks x, and lets the other ranks know of an error.
@@ -130,12 +134,12 @@ def _remember(
 
     One that has `ended` in an earlier step than the last one has left nothing to look at.
     """
-    turn, rest = runner.group.engine.turn, key[5:]
-    # A guard has to see every call. A function may be another one in each.
-    if runner.guard is not None or not {*map(type, rest)} <= {str, int, type(None)}:
+    turn, guard, (place, *_), rest = runner.group.engine.turn, runner.guard, key[4], key[5:]
+    # A function may be another one in each call.
+    if not {*map(type, rest)} <= {str, int, type(None)} or (guard and guard.place() is None):
         return
     if operation is Allreduce:
-        keep(runner, key, x, *rest)
+        _keep_allreduce(runner, key, x, *rest)
     elif not _may_keep(runner, *kind.arrays(x)) or ended not in (None, runner.group.control.step):
         return
     elif not again:
@@ -146,6 +150,8 @@ def _remember(
             with suppress(Exception):
                 context = Context(runner.group, runner.placements)
                 made = operation(context, *kind.arguments(x, rest, out))
+                if guard is not None:
+                    made.signature = guard.sign(made.signature, place)
                 step = _step(runner, made, x, result)
                 path = step and kind(runner, Call(key, operation, rest), step, made)
             runner.fast_paths.keep(key, path or FastPath())
@@ -242,9 +248,9 @@ def _shown(control: ControlChannel, own: bytes, compared: slice) -> bytes:
     return b"".join(row[PREFIX].tobytes()[compared] for row in control.rows[parity])
 
 
-def keep(runner: Runner, key: tuple[Any, ...], x: Any, op: str, note: str = "") -> None:
-    """Keep the fast path of a reduction by a key; ranks compare the note together with the op."""
-    group, paths = runner.group, runner.fast_paths
+def _keep_allreduce(runner: Runner, key: tuple[Any, ...], x: Any, op: str) -> None:
+    """Keep the fast path of `allreduce` after its first call: many programs make a few calls."""
+    group, paths, guard = runner.group, runner.fast_paths, runner.guard
     if not _may_keep(runner, x):
         return
     large = getattr(x, "nbytes", 0) > group.inline_bytes
@@ -261,7 +267,9 @@ def keep(runner: Runner, key: tuple[Any, ...], x: Any, op: str, note: str = "") 
             paths.keep(key, FastPath())
             return
         form = Form(source.dtype, source.shape)
-        signature = Signature("allreduce", op + note, None, *form)
+        signature = Signature("allreduce", op, None, *form)
+        if guard is not None:
+            signature = guard.sign(signature, key[4][0])
         header = encode(signature, -1 if large else form.nbytes)
         headers, share = header[_DIGEST] * group.size, Share(range(group.size), 0, op)
         call = Call(key, Allreduce, (op,))
@@ -273,7 +281,7 @@ def keep(runner: Runner, key: tuple[Any, ...], x: Any, op: str, note: str = "") 
             return
         path = SmallCall(runner, call, step)
         paths.keep(key, path)
-        if type(x) is np.ndarray and not note:
+        if type(x) is np.ndarray and guard is None:
             paths.repeats.remember(op, path.exchange)
 
 

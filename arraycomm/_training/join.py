@@ -210,6 +210,10 @@ class PrivateGuard(Guard):
         if self.refuses and name != EXCHANGE:
             refuse(name)
 
+    def place(self) -> int | None:
+        """Return 0 outside of the block, where every call is made."""
+        return None if self.refuses else 0
+
     @property
     def refuses(self) -> bool:
         """Whether the shared communicator is inside the block."""

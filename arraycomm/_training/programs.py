@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Final
 
-from arraycomm._collectives.fast_path import keep
 from arraycomm._collectives.groups import hide
 from arraycomm._communicator import Communicator, group_of, runner_of, trees_of
 from arraycomm._messages.matching import Status
@@ -45,20 +44,21 @@ class _PlaceGuard(PrivateGuard):
 
         def placed(*args: Any, **kwargs: Any) -> Any:
             made = operation(*args, **kwargs)
-            made.signature = _with_place(made.signature, place)
+            made.signature = self.sign(made.signature, place)
             return made
 
         return placed
 
+    def place(self) -> int | None:
+        """Return the place of this thread's call, by which its fast path is found."""
+        return None if self.refuses else self.current_place()
 
-def _with_place(signature: Signature, place: int) -> Signature:
-    op = (signature.op or "") + _note(place)
-    return replace(signature, op=op if signature.op else op.removeprefix(", "))
-
-
-def _note(place: int) -> str:
-    """Return what ranks compare of a place, behind the op."""
-    return f", call {place} of a program"
+    def sign(self, signature: Signature, place: int) -> Signature:
+        """Put the place behind the op."""
+        if not place:
+            return signature
+        ops = [signature.op] if signature.op else []
+        return replace(signature, op=", ".join([*ops, f"call {place} of a program"]))
 
 
 class ProgramCalls:
@@ -91,20 +91,6 @@ class ProgramCalls:
     def fail(self, name: str, error: Exception) -> None:
         """Make the other ranks' next call raise, in step, because of an error raised here."""
         runner_of(self.comm).fail(name, error)
-
-    def allreduce(self, x: Any, op: Any, out: Any) -> Any:
-        """Reduce an array at this thread's place, by the fast path of the place if there is one."""
-        place = self._guard.current_place()
-        if not place:
-            return self.comm.allreduce(x, op, out=out)
-        runner, key = runner_of(self.comm), (place, op, x.dtype, x.shape)
-        fast = None if self._guard.refuses else runner.fast_paths.find(key)
-        if fast is not None and (result := fast(x, out)) is not NotImplemented:
-            return result
-        result = self.comm.allreduce(x, op, out=out)
-        if fast is None:
-            keep(runner, key, x, op, _note(place))
-        return result
 
     @contextmanager
     def at(self, place: int) -> Iterator[None]:
