@@ -356,12 +356,14 @@ class OptimizerStep(NumberedGradients):
             return made
         self._virtual.note(dict(enumerate(made)))
         means = self._virtual.complete()
+        if not self._virtual.is_last:
+            return None
         likes = prototypes(self.leaves.views)
         reduced = [
             to_framework(means[number], like) if number in means else None
             for number, like in enumerate(likes)
         ]
-        return self.leaves.rebuild(reduced) if means else None
+        return self.leaves.rebuild(reduced)
 
 
 class JoinedReduction(WeightedGradients):
