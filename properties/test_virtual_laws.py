@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import suppress
 from importlib import import_module
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -241,7 +242,7 @@ def train_torch(comm: Any, program: Program, state: Any, to_the_end: bool) -> An
     dtype = getattr(torch, program.dtype)
     random = np.random.default_rng(0)
     sizes = [3, *program.widths, 1]
-    layers: list[Any] = [torch.nn.Linear(a, b) for a, b in zip(sizes, sizes[1:], strict=False)]
+    layers: list[Any] = [torch.nn.Linear(a, b) for a, b in pairwise(sizes)]
     unused = torch.nn.Linear(2, 2)
     model = torch.nn.Sequential(*layers, unused).to(dtype)
     for parameter in model.parameters():
@@ -285,9 +286,7 @@ def train_optax(comm: Any, program: Program, state: Any, to_the_end: bool) -> An
 
     random = np.random.default_rng(0)
     sizes, dtype = [3, *program.widths, 1], program.dtype.replace("64", "32")
-    params = [
-        jnp.asarray(random.normal(size=pair), dtype) for pair in zip(sizes, sizes[1:], strict=False)
-    ]
+    params = [jnp.asarray(random.normal(size=pair), dtype) for pair in pairwise(sizes)]
     options = {"bucket_bytes": program.bucket_bytes, "virtual_ranks": program.virtual}
     optimizer = ac.DistributedOptimizer(optax.adam(0.1), comm=comm, **options)
     inner = optimizer.init(params)

@@ -12,6 +12,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 import arraycomm as ac
 from arraycomm._entries import entry
+from arraycomm._training.gradients import registry_of
 from arraycomm.adapters.torch._agreement import CallState, agree, raise_on_all
 from arraycomm.adapters.torch._collectives import gathering, outside_graphs, record
 
@@ -80,6 +81,15 @@ class SyncBatchNorm(_BatchNorm):
         """Return mean and variance of each channel, and update the running ones."""
         comm = self.comm or ac.world()
         self._check_input(x, comm)
+        if any(each.virtual is not None for each in registry_of(comm).optimizers.values()):
+            raise_on_all(
+                comm,
+                TypeError(
+                    "SyncBatchNorm: with virtual_ranks mean and variance would be those of the "
+                    "ranks of one round, and depend on their number; use a norm of each example, "
+                    "such as torch.nn.GroupNorm"
+                ),
+            )
         mean, variance, count = statistics(x, comm)
         if self.training and self.track_running_stats and self.running_mean is not None:
             self._track(mean.detach(), variance.detach() * (count / (count - 1)))

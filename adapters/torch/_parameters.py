@@ -372,9 +372,9 @@ def _changed_inside(number: int) -> RuntimeError:
 
 def _added_twice(number: int) -> RuntimeError:
     return RuntimeError(
-        f"DistributedOptimizer: the gradient of parameter {number} is in the total of this round of "
-        "virtual ranks, and there is another one; call step() once after the backward pass of each "
-        "round, and run further passes before it in no_sync(optimizer), without re-entrant "
+        f"DistributedOptimizer: the gradient of parameter {number} is in the total of this round "
+        "of virtual ranks, and there is another one; call step() once after the backward pass of "
+        "each round, and run further passes before it in no_sync(optimizer), without re-entrant "
         "checkpoints"
     )
 

@@ -435,8 +435,8 @@ def _number_in_join(gradients: Gradients) -> int:
     gradients.compressor.check_outside_join()
     if gradients.virtual is not None:
         raise ValueError(
-            "inside join there are no virtual ranks, since a rank without data would play none; got "
-            f"an optimizer with virtual_ranks={gradients.virtual.count}"
+            "inside join there are no virtual ranks, since a rank without data would play none; "
+            f"got an optimizer with virtual_ranks={gradients.virtual.count}"
         )
     if gradients.accumulate > 1:
         raise ValueError(

@@ -231,11 +231,11 @@ def _weighted(array: Array, weight: float) -> Array:
     """Return w·x in double precision; what changes no sum if the weight is 0, whatever x is."""
     dtype = _COMPLEX_SUMS if kind_of(array.dtype) is Kind.COMPLEX else _SUMS
     made = np.zeros(array.shape, dtype)
-    if not weight:
-        np.negative(made, out=made)
-    else:
+    if weight:
         with np.errstate(all="ignore"):
             # Part by part: a complex product of an infinity would have a NaN part.
             wide = np.ascontiguousarray(array.astype(dtype)).reshape(-1).view(_SUMS)
             np.multiply(wide, weight, out=made.reshape(-1).view(_SUMS))
+    else:
+        np.negative(made, out=made)
     return made

@@ -256,7 +256,8 @@ class _Arguments(NamedTuple):
             return ""
         if type(count) is not int or count < ranks:
             raise ValueError(
-                f"virtual_ranks must be None or at least the number of ranks, {ranks}; got {count!r}"
+                f"virtual_ranks must be None or an integer, at least the number of ranks, {ranks}; "
+                f"got {count!r}"
             )
         others = {"accumulate": 1, "compression": None, "shard": False}
         for name, default in others.items():
@@ -265,8 +266,8 @@ class _Arguments(NamedTuple):
         if not hasattr(adapter, "PLAYS_VIRTUAL_RANKS"):
             name = adapter.__name__.rpartition(".")[2]
             raise TypeError(
-                f"optimizers of {name} cannot have virtual ranks, since {name} decides itself which "
-                "batches a rank gets; pass virtual_ranks=None"
+                f"optimizers of {name} cannot have virtual ranks, since {name} feeds them itself; "
+                "pass virtual_ranks=None"
             )
         return f" {count} virtual ranks"
 

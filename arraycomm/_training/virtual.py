@@ -61,7 +61,7 @@ class VirtualRanks:
         self._new |= {number: total for number, total in made.items() if total is not None}
 
     def complete(self) -> dict[int, Array]:
-        """End the sums of a round; return what the optimizer gets, which is nothing before the last.
+        """End the sums of a round; return what the optimizer gets, nothing before the last.
 
         A leaf that no rank has had in it counts as zeros.
         """

@@ -24,6 +24,7 @@ def test_two_ranks_learn_what_one_process_learns() -> None:
     job = run_python(str(DEMO), "--frameworks", "numpy", "--ranks", "2", "--epochs", "2")
     assert job.returncode == 0, job.stdout + job.stderr
     assert job.stdout.count("\n  the same\n") == 2
+    assert "The same bits." in job.stdout
     assert "Passed: 2 ranks learn what one process learns." in job.stdout
 
 

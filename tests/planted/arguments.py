@@ -186,9 +186,9 @@ ARGUMENTS: Final = (
     Fault(
         "compressed means: compressed gradients are averaged whatever the op",
         "arraycomm/_trees/reduce.py",
-        "        super().__init__(context, memory, tree, op, bucket_bytes, compression)",
+        "        super().__init__(context, memory, tree, op, bucket_bytes, compression, onto)",
         '        op = "mean" if compression else op\n'
-        "        super().__init__(context, memory, tree, op, bucket_bytes, compression)",
+        "        super().__init__(context, memory, tree, op, bucket_bytes, compression, onto)",
         ("compressed_gradients_are_folds_rounded_once_more",),
     ),
     Fault(
@@ -236,8 +236,8 @@ ARGUMENTS: Final = (
     Fault(
         "weight of filling: items that fill up a batch count",
         _DATA,
-        "            yield Batch(items, np.pad(weights, (0, missing)) if missing else weights.copy())",
-        '            yield Batch(items, np.pad(weights, (0, missing), "edge") if missing else weights.copy())',
+        "            yield Batch(items, np.pad(weights, (0, missing)) if missing else weights)",
+        '            yield Batch(items, np.pad(weights, (0, missing), "edge") if missing else weights)',
         ("padded_batches_are_the_others_filled_up_with_items_of_no_weight",),
     ),
     Fault(

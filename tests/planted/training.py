@@ -22,6 +22,11 @@ _OPTIMIZERS: Final = ("ranks_update_as_one_process_does",)
 _STATES: Final = ("a_state_is_resumed_by_any_number_of_ranks",)
 _TORCH: Final = ("drawn_loops_give_what_one_process_gives",)
 _TRANSPOSES: Final = ("gradients_of_collectives_are_their_transposes",)
+_VIRTUAL: Final = (
+    "virtual_ranks_update_as_ranks_do",
+    "programs_give_the_same_on_every_number_of_ranks",
+)
+_TOTALS: Final = ("a_total_goes_on_from_call_to_call",)
 _BATCH_NORM: Final = ("batch_norm_of_ranks_is_that_of_the_whole_batch",)
 
 DATA: Final = (
@@ -29,15 +34,12 @@ DATA: Final = (
         "item seen twice after resume: "
         "a batch counts as consumed when the loop asks for the next one",
         _DATA,
-        "            self._taken = min(start + n, self._share.rounds)\n"
-        "            weights = self._weights[start : self._taken]\n"
-        "            missing = n - len(weights) if pad else 0\n"
-        "            yield Batch(items, np.pad(weights, (0, missing)) if missing else weights.copy())",
-        "            taken = min(start + n, self._share.rounds)\n"
-        "            weights = self._weights[start:taken]\n"
-        "            missing = n - len(weights) if pad else 0\n"
-        "            yield Batch(items, np.pad(weights, (0, missing)) if missing else weights.copy())\n"
-        "            self._taken = taken",
+        "            if not self._is_within:\n"
+        "                self._taken = min(start + n, self._share.rounds)\n"
+        "            own = self._held(start, turn, n)\n",
+        "            if number:\n"
+        "                self._taken = min(start, self._share.rounds)\n"
+        "            own = self._held(start, turn, n)\n",
         _RESUMED,
     ),
     Fault(
@@ -65,8 +67,8 @@ DATA: Final = (
     Fault(
         'padding counts: the items repeated by "pad" have weight 1',
         _ORDER,
-        "    return Part(epoch, share, index, (positions < count).astype(np.float32))",
-        "    return Part(epoch, share, index, np.ones(len(index), np.float32))",
+        "    return Part(epoch, shares[0], index, (positions < count).astype(np.float32), bounds)",
+        "    return Part(epoch, shares[0], index, np.ones(len(index), np.float32), bounds)",
         ("weighted_mean_is_exact",),
     ),
     Fault(
@@ -111,6 +113,60 @@ WEIGHTS: Final = (
 
 OPTIMIZERS: Final = (
     Fault(
+        "order of rounds: the total of the rounds before goes with the last rank's gradients",
+        "arraycomm/_trees/reduce.py",
+        "onto.join(leaves, self.group.rank)",
+        "onto.join(leaves, self.group.size - 1 - self.group.rank)",
+        _TOTALS,
+    ),
+    Fault(
+        "rounded between rounds: a total of floats of 16 bits is rounded after each round",
+        "arraycomm/_trees/leaves.py",
+        "        return view(_added(before, leaf.array))",
+        "        return view(_added(before, leaf.array).astype(leaf.dtype).astype(wide))",
+        _TOTALS,
+    ),
+    Fault(
+        "a virtual rank left out: the last round has none of the first rank",
+        "arraycomm/_training/virtual.py",
+        "        return self._rank + number * self._size < self.count",
+        "        return self._rank + number * self._size < self.count - (number > 1)",
+        _VIRTUAL,
+    ),
+    Fault(
+        "divided in each round: the mean of virtual ranks is divided twice",
+        "arraycomm/_training/virtual.py",
+        "        fold_on(self._op, dtype, before, self.count - 1, [row], made.reshape(-1), more=False)",
+        "        fold_on(self._op, dtype, before, self.count - 1, [row], made.reshape(-1), more=False)\n"
+        '        made = made / made.dtype.type(self.rounds) if self._op == "mean" else made',
+        _VIRTUAL,
+    ),
+    Fault(
+        "nobody's gradients: a rank adds what it has in a round without a virtual rank of its own",
+        "arraycomm/_training/virtual.py",
+        "        return Onto(totals, counts=self.plays(self.round))",
+        "        return Onto(totals)",
+        _VIRTUAL,
+    ),
+    Fault(
+        "batches of virtual ranks: the rounds go through one virtual rank's batches after another's",
+        _DATA,
+        "        number = turn if turn < len(self._ranks) else 0\n"
+        "        first, stop = self._bounds[number], self._bounds[number + 1]\n"
+        "        return range(",
+        "        number = (turn + start // n) % len(self._ranks)\n"
+        "        first, stop = self._bounds[number], self._bounds[number + 1]\n"
+        "        return range(",
+        ("programs_give_the_same_on_every_number_of_ranks",),
+    ),
+    Fault(
+        "metrics of turns: each rank adds the total to what it has measured",
+        _METRICS,
+        "        if not self.group.rank:\n            for total, part",
+        "        if True:\n            for total, part",
+        ("metrics_go_on_from_call_to_call",),
+    ),
+    Fault(
         "steps added narrow: gradients of 16 and 8 bits that are accumulated are rounded at every step",
         "arraycomm/_training/arithmetic.py",
         "x.xp.float32 if narrow else x.own",
@@ -135,10 +191,8 @@ OPTIMIZERS: Final = (
     Fault(
         "op of an optimizer: gradients that are reduced by a mean are summed",
         _GRADIENTS,
-        "        super().__init__(context, memory, sent, gradients.op, *counted, **options)\n"
-        "        made = self.signature",
-        '        super().__init__(context, memory, sent, "sum", *counted, **options)\n'
-        "        made = self.signature",
+        "        super().__init__(context, memory, sent, gradients.op_of_ranks, *counted, **options)",
+        '        super().__init__(context, memory, sent, "sum", *counted, **options)',
         _OPTIMIZERS,
     ),
     Fault(
