@@ -610,6 +610,38 @@ def updates_are_those_of_one_process_with_all_data() -> None:
                 np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-8, err_msg=name)
 
 
+def virtual_ranks_update_alike_on_any_number_of_ranks() -> None:
+    """Compiled or eagerly, on all ranks or on one alone."""
+    random, comm = np.random.default_rng(3), ac.world()
+    count = 2 * comm.size + 1
+    # JAX counts subnormal numbers as zero, and sums have to keep them.
+    scale = np.array([1.0, 1e-38, -0.0], np.float32)
+    data = random.normal(size=(3, count, 3)).astype(np.float32) * scale
+
+    def train(over: ac.Communicator, dtype: Any, compiled: bool) -> Any:
+        optimizer = ac.DistributedOptimizer(optax.adam(0.1), comm=over, virtual_ranks=count)
+        update = jax.jit(optimizer.update) if compiled else optimizer.update
+        params, seen = jnp.ones(3, dtype), []
+        state = optimizer.init(params)
+        for rows in data:
+            for first in range(0, count, over.size):
+                rank = first + over.rank
+                # What a rank without a virtual rank passes does not count.
+                row = rows[rank] if rank < count else np.full(3, np.nan)
+                changes, state = update(jnp.asarray(row, dtype), state, params)
+                params = optax.apply_updates(params, changes)
+                seen.append(int(state.count))
+        assert seen[-1] == 0
+        return params, state
+
+    alone = comm.split(comm.rank)
+    for dtype in (jnp.float32, jnp.bfloat16):
+        expected = train(alone, dtype, compiled=False)
+        assert_same(train(alone, dtype, compiled=True), expected)
+        assert_same(train(comm, dtype, compiled=False), expected)
+        assert_same(train(comm, dtype, compiled=True), expected)
+
+
 def every_schedule_is_compiled_as_in_one_process() -> None:
     def trained(wrap: Callable[[Any], Any]) -> dict[str, Any]:
         made = {name: wrap(optax.sgd(each)) for name, each in optax_table.SCHEDULES.items()}
