@@ -71,19 +71,17 @@ def fold_on(
     If `more` are to come, `out` gets their total, and else the result. It overlaps no row.
     """
     count, wide, length = before + len(rows), total_dtype(dtype), block_length(dtype)
-    if not goes_on(op):
-        if more or total is not None:
-            raise ValueError("an exact sum takes all rows at once")
-        with np.errstate(all="ignore"), ieee_mode():
-            for start in range(0, len(out), length):
-                part = slice(start, start + length)
-                fold_exactly(dtype, [row[part] for row in rows], out[part])
-        return
-    rows, join = rows if total is None else [total, *rows], _join(op, dtype)
+    if not goes_on(op) and (more or total is not None):
+        raise ValueError("an exact sum takes all rows at once")
+    rows = rows if total is None else [total, *rows]
     with np.errstate(all="ignore"), ieee_mode():
         for start in range(0, len(out), length):
             first, *others = (row[start : start + length] for row in rows)
             part = out[start : start + length]
+            if not goes_on(op):
+                fold_exactly(dtype, [first, *others], part)
+                continue
+            join = _join(op, dtype)
             folded = part if part.dtype == wide else np.empty(part.shape, wide)
             convert(first, folded)
             for row in others:

@@ -281,6 +281,13 @@ NATIVE: Final = (
         _REDUCED,
     ),
     Fault(
+        "rounding errors left out: exact sums in C are the sums in doubles",
+        "arraycomm/_native/exact.c",
+        "reals[i] = sums[i] + lost[i];",
+        "reals[i] = sums[i];",
+        ("a_fold_is_the_sum_of_fractions", *_REDUCED),
+    ),
+    Fault(
         "digests not compared: headers are alike whatever the ranks called",
         "arraycomm/_native/slots.c",
         "        if (memcmp(slot_of(slots, step, rank) + HEADER, expected + (size_t)rank * nbytes, nbytes)) "

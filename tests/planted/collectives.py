@@ -7,6 +7,7 @@ from typing import Final
 from tests.planted.fault import Fault
 
 _FOLDS: Final = "arraycomm/_folds/by_numpy.py"
+_EXACT: Final = "arraycomm/_folds/exact.py"
 _HALVES: Final = "arraycomm/_folds/float16.py"
 _CHAIN: Final = "arraycomm/_reduce/chain.py"
 _ALGORITHMS: Final = "arraycomm/_reduce/algorithms.py"
@@ -98,6 +99,45 @@ FOLDS: Final = (
         "_LEAST_EXPONENT = np.int32((127 - 14) << 23)",
         "_LEAST_EXPONENT = np.int32((127 - 15) << 23)",
         ("halves_are_converted_as_numpy_does",),
+    ),
+    Fault(
+        "rounded twice: exact sums of floats with fewer bits than a double are rounded to one first",
+        _EXACT,
+        "    bits += np.where(inexact,",
+        "    bits += 0 * np.where(inexact,",
+        ("a_fold_is_the_sum_of_fractions",),
+    ),
+    Fault(
+        "ties go up: an exact sum that is halfway between two doubles becomes the larger one",
+        _EXACT,
+        "twice == 1 << more and significand & 1)",
+        "twice == 1 << more)",
+        ("a_fold_is_the_sum_of_fractions",),
+    ),
+    Fault(
+        "what is lost is lost: a fold does not see that the rounding errors were rounded as well",
+        _EXACT,
+        "        failed += np.abs(rest)",
+        "        failed += 0 * np.abs(rest)",
+        ("a_fold_is_the_sum_of_fractions",),
+    ),
+    Fault(
+        "lost carry: words of an exact sum keep 32 bits, and what was more is gone",
+        _EXACT,
+        "        words[:, place + 1] += over",
+        "        words[:, place + 1] += over * (place != 33)",
+        ("rows_may_be_spread_over_ranks_in_any_way",),
+    ),
+    Fault(
+        "rounded on each rank: ranks add up their rounded sums",
+        "arraycomm/_collectives/exact_sums.py",
+        "            add_rows(self._dtype, np.ascontiguousarray(rows[some]), words)\n",
+        "            add_rows(self._dtype, np.ascontiguousarray(rows[some]), words)\n"
+        "        out = np.empty((1, rows.shape[1]), self._dtype)\n"
+        "        round_words(self._dtype, words, out[0])\n"
+        "        words[...] = 0\n"
+        "        add_rows(self._dtype, out, words)\n",
+        ("rows_may_be_spread_over_ranks_in_any_way",),
     ),
 )
 
