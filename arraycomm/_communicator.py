@@ -258,9 +258,9 @@ class Communicator(NonblockingCalls, UnevenCalls, MessageCalls, Traceable):
         x : array, shape S
             This rank's array; shape and dtype are the same on every rank.
         op : str or Op
-            "sum", "mean", "prod", "min", "max", "and", "or", "xor", or made by `arraycomm.op`.
-            Floats of 16 and 8 bits are accumulated in float32 and rounded once; NaN on any rank
-            makes min and max NaN.
+            "sum", "mean", "prod", "min", "max", "and", "or", "xor", "fsum" (the exact sum of
+            floats, rounded once), or made by `arraycomm.op`. Floats of 16 and 8 bits are
+            accumulated in float32 and rounded once; NaN on any rank makes min and max NaN.
         out : array, shape S, optional
             Where the result goes; may be `x` itself.
 

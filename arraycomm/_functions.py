@@ -200,9 +200,9 @@ def fsum(
     Returns
     -------
     array
-        Like `x`, without the axis; of no dimension by default. Each element is the exact sum of
-        real numbers, rounded to the nearest element of the dtype, ties to even; the parts of complex
-        numbers are summed apart. As with `math.fsum`, a sum of zeros, or of nothing, is +0; a NaN
+        Like `x`, without the axis; of no dimension by default. Each element is the exact sum,
+        rounded to the nearest element of the dtype, ties to even; the parts of complex numbers are
+        summed apart. As with `math.fsum`, a sum of zeros, or of nothing, is +0; a NaN
         makes the sum NaN, and so do infinities of both signs. A sum that is too large for the dtype
         is infinite, but one that is so only on the way does not show.
 

@@ -25,7 +25,8 @@ from arraycomm.testing._arrays.oracle import COMPLEX, FLOAT, NARROW, same_bits
 Array = np.ndarray[Any, Any]
 
 DTYPES = [dtype.name for dtype in (*NARROW, *FLOAT, *COMPLEX)]
-WAYS = [by_numpy] + [in_c] * (compiled is not None)
+FOLDS = [by_numpy] + [in_c] * (compiled is not None)
+WORDS = [exact] + [in_c] * (compiled is not None)
 
 
 def _part(dtype: np.dtype[Any]) -> np.dtype[Any]:
@@ -41,8 +42,12 @@ def numbers(draw: st.DrawFn, dtype: np.dtype[Any], most: int) -> Array:
         lambda bits: np.array(bits, f"u{part.itemsize}").view(part)
     )
     lowest = round(math.log2(limits.smallest_subnormal))
-    power = st.integers(lowest, round(math.log2(float(limits.max))) - 1).map(lambda n: np.array(2.0**n, part))
-    ends = st.sampled_from([limits.max, limits.smallest_subnormal, limits.tiny, limits.eps, limits.eps / 2, 1, 0])
+    power = st.integers(lowest, round(math.log2(float(limits.max))) - 1).map(
+        lambda n: np.array(2.0**n, part)
+    )
+    ends = st.sampled_from(
+        [limits.max, limits.smallest_subnormal, limits.tiny, limits.eps, limits.eps / 2, 1, 0]
+    )
     one = any_bits | power | ends.map(lambda end: np.array(end, part))
     if draw(st.booleans()):
         one = one.filter(lambda number: bool(np.isfinite(number)))
@@ -84,7 +89,7 @@ def test_a_fold_is_the_sum_of_fractions(name, rows, data) -> None:
     table = reals[: rows * count * width].reshape(rows, count * width)
     table = table[data.draw(st.permutations(range(rows)))]
     arrays = [row.view(dtype) for row in table.copy()]
-    for way in WAYS:
+    for way in FOLDS:
         outs = [np.empty(count, dtype) for _ in arrays]
         way.prefixes("fsum", dtype, arrays, outs)
         way.fold("fsum", dtype, arrays, whole := np.empty(count, dtype))
@@ -92,7 +97,12 @@ def test_a_fold_is_the_sum_of_fractions(name, rows, data) -> None:
             assert same_bits(out, exactly(table[: min(last, rows)], dtype)), way
 
 
-@given_here(name=st.sampled_from(DTYPES), columns=st.integers(1, 700), rows=st.integers(0, 1_500), data=st.data())
+@given_here(
+    name=st.sampled_from(DTYPES),
+    columns=st.integers(1, 700),
+    rows=st.integers(0, 1_500),
+    data=st.data(),
+)
 def test_words_are_the_same_integers_in_c(name, columns, rows, data) -> None:
     """Of the few elements that are drawn, repeated, and so are the roundings."""
     dtype, count = dtype_of(name), min(rows, 90_000 // columns) * columns
@@ -101,7 +111,7 @@ def test_words_are_the_same_integers_in_c(name, columns, rows, data) -> None:
     x = pool[order] if dtype in COMPLEX else pool[order[:count]]
     x = x.view(dtype).reshape(-1, columns)
     found = []
-    for way in WAYS:
+    for way in WORDS:
         words, out = np.zeros(columns * exact.words_of(dtype), exact.WORD), np.empty(columns, dtype)
         way.add_rows(dtype, x, words)
         kept = words.tobytes()
@@ -114,7 +124,10 @@ def test_words_are_the_same_integers_in_c(name, columns, rows, data) -> None:
 def tables(draw: st.DrawFn) -> Array:
     """Draw rows of a few columns; there may be none."""
     dtype = dtype_of(draw(st.sampled_from(DTYPES)))
-    reals, width = draw(numbers(dtype, 60)), draw(st.integers(1, 3)) * (2 if dtype in COMPLEX else 1)
+    reals, width = (
+        draw(numbers(dtype, 60)),
+        draw(st.integers(1, 3)) * (2 if dtype in COMPLEX else 1),
+    )
     return reals[: len(reals) // width * width].reshape(-1, width).view(dtype)
 
 

@@ -11,9 +11,7 @@ from typing import Any
 import numpy as np
 
 from arraycomm._dtypes import DType, Kind, kind_of
-from arraycomm._folds.exact import add_rows as add_rows
 from arraycomm._folds.exact import fold_exactly
-from arraycomm._folds.exact import round_words as round_words
 from arraycomm._folds.float16 import convert
 from arraycomm._folds.ieee import ieee_mode
 

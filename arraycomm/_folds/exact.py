@@ -1,8 +1,8 @@
 """Exact sums by NumPy, rounded once: of the rows of a fold, and of columns of any length.
 
-A fold adds its rows up in pairs of doubles, a sum and what its additions have lost (Knuth's TwoSum).
-Both are exact unless the second is rounded as well, or something is not finite. The few elements of
-which that is so are added up in integers.
+A fold adds its rows up in pairs of doubles, a sum and what its additions have lost (Knuth's
+TwoSum). Both are exact unless the second is rounded as well, or something is not finite. The few
+elements of which that is so are added up in integers.
 
 A column is added up in words: an integer of 67 of them, of 32 bits each but for the last, in units
 of 2⁻¹⁰⁷⁴; then come the counts of NaN, of inf and of −inf. Those of several ranks are added up word
@@ -112,9 +112,6 @@ def _narrow(found: Array, out: Array) -> None:
     convert(_made_odd(wide, found - wide), into)
 
 
-# ---- integers -------------------------------------------------------------------------------------
-
-
 def _sum(numbers: Iterable[float], *, odd: bool) -> float:
     """Return the sum of numbers, rounded to nearest even or to odd."""
     finite, special = 0, 0.0
@@ -153,9 +150,6 @@ def _round(total: int, *, odd: bool) -> float:
     return -size if total < 0 else size
 
 
-# ---- words ----------------------------------------------------------------------------------------
-
-
 def _add_block(reals: Array, words: Array) -> None:
     bits = reals.reshape(-1).view(np.int64)
     columns = np.broadcast_to(np.arange(len(words)), reals.shape).reshape(-1)
@@ -170,7 +164,12 @@ def _add_block(reals: Array, words: Array) -> None:
     shift, sign = place % 32, np.where(bits < 0, -1, 1)
     low = (significand & 0xFFFFFFFF) << shift
     high = (significand >> 32) << shift
-    for part, offset in ((low & 0xFFFFFFFF, 0), (low >> 32, 1), (high & 0xFFFFFFFF, 1), (high >> 32, 2)):
+    for part, offset in (
+        (low & 0xFFFFFFFF, 0),
+        (low >> 32, 1),
+        (high & 0xFFFFFFFF, 1),
+        (high >> 32, 2),
+    ):
         np.add.at(words, (columns, place // 32 + offset), sign * part)
 
 

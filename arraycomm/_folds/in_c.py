@@ -48,7 +48,7 @@ def prefixes(op: str, dtype: DType, rows: Sequence[Array], outs: Sequence[Array]
 
 
 def add_rows(dtype: DType, x: Array, words: Array) -> None:
-    """Add the rows of a contiguous array to the words of each column; see `exact.add_rows`."""
+    """Add the rows of a contiguous array to the words of each column."""
     if x.size:
         compiled.add_rows(number_of("fsum", dtype), x, words, x.shape[1])
 
