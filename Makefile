@@ -249,10 +249,10 @@ format: .venv/.stamp-lint
 # environment whose frameworks have the types that the adapters are written against.
 .PHONY: types
 types: build/wheel/.stamp .venv/.stamp-lint $(call tested,.venv)
-	cp tests/typed.py build/wheel/
+	cp tests/typed.py docs/examples/optional_dependency.py build/wheel/
 	cd build/wheel && ../../.venv/bin/mypy --strict --config-file ../../pyproject.toml \
-		--cache-dir ../../.mypy_cache --package arraycomm --module arraycomm_pytest --module typed
-	cd build/wheel && ../../.venv/bin/basedpyright --pythonpath ../../.venv/bin/python --level error typed.py
+		--cache-dir ../../.mypy_cache --package arraycomm --module arraycomm_pytest --module typed --module optional_dependency
+	cd build/wheel && ../../.venv/bin/basedpyright --pythonpath ../../.venv/bin/python --level error typed.py optional_dependency.py
 
 .PHONY: docs
 docs: build/wheel/.stamp .venv/.stamp-docs

@@ -23,6 +23,8 @@ def mismatch(details: Sequence[Detail]) -> MismatchError:
     """Return the error that shows what each rank called, ranks of one call together."""
     lines = by_ranks([_said(detail) for detail in details])
     difference = first_difference(details)
+    if not difference and ": println" in lines:
+        difference = "Every rank has to call println; ranks=0 lets rank 0 alone print"
     return MismatchError(
         f"ranks of one communicator called different things: {lines}"
         + (f". {difference}" if difference else "")

@@ -49,6 +49,7 @@ FOREIGN_OPTIONS = {
     "pytest": "--lf --ff --sw --junitxml --pdb --trace",
     "pytest-xdist": "--dist --tx",
     "pytest-cov": "--cov",
+    "py-spy dump": "--pid",
     "coverage": "--parallel-mode",
     "mypy": "--strict",
     "Hypothesis": "--hypothesis-seed --hypothesis-profile --hypothesis-show-statistics",
