@@ -8,11 +8,18 @@ from typing import Any
 from griffe import Alias, Extension, Function, Kind, Object
 
 
+# Classes that a program does not make itself: their signature is that of a call.
+CALLED = ("arraycomm._trees.plan.Plan",)
+
+
 class Defaults(Extension):
     """Have every default of a parameter that is a constant's name, or wrapped, be that value."""
 
     def on_package(self, *, pkg: Any, **_: Any) -> None:
         """Go through all functions of the package, once it is loaded."""
+        for name in CALLED:
+            members = pkg[name.partition(".")[2]].members
+            members["__init__"] = members["__call__"]
         for function in _functions(pkg):
             for parameter in function.parameters:
                 if parameter.default is not None:
