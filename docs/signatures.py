@@ -7,7 +7,6 @@ from typing import Any
 
 from griffe import Alias, Extension, Function, Kind, Object
 
-
 # Classes that a program does not make itself: their signature is that of a call.
 CALLED = ("arraycomm._trees.plan.Plan",)
 

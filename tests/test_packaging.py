@@ -30,7 +30,7 @@ PUBLIC = """
     DistributedOptimizer ErrorFeedback GridCommunicator Join MismatchError NotInitializedError
     PeerError Plan Request Status TransportError allreduce_gradients allreduce_tree borrow exchange explain finalize init
     is_initialized join launch mean_metrics op println raise_on_difference raise_together
-    synchronize waitall world
+    synchronize testall waitall waitany world
 """
 PUBLIC_OF_TESTING = "ArrayCase RankValues Schedule conformance given per_rank run strategies"
 FOREIGN = {"cupy", "jax", "keras", "matplotlib", "mpi4py", "mlx", "tensorflow", "torch"}

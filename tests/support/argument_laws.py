@@ -23,7 +23,7 @@ _CLASSES: Final = (ac.Communicator, ac.Request, ac.GridCommunicator, ac.Distribu
 _FUNCTIONS: Final = (
     *("DistributedDataContainer", "DistributedOptimizer", "ErrorFeedback", "allreduce_gradients"),
     *("allreduce_tree", "exchange", "join", "mean_metrics", "op", "println"),
-    *("raise_on_difference", "raise_together", "synchronize", "waitall"),
+    *("raise_on_difference", "raise_together", "synchronize", "testall", "waitall", "waitany"),
 )
 # What no law of results can state: where ranks come from, and how a program ends.
 _LEFT_OUT: Final = ("abort", "from_mpi", "give_up", "shrink", "trace")
