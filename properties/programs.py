@@ -405,7 +405,7 @@ class Player:
         requests = [request for _, request, _ in kept]
         if together:
             # Each rank in its own way.
-            results = (as_they_end if self.rank % 2 else ac.waitall)(requests)
+            results = as_they_end(requests) if self.rank % 2 else ac.waitall(requests)
         else:
             results = [request.wait() for request in requests]
         for (number, request, want), result in zip(kept, results, strict=True):
@@ -426,7 +426,7 @@ def as_they_end(requests: Sequence[Any]) -> list[Any]:
     """Return the results of requests in their order, of which each is taken once it is there."""
     left, results = dict(enumerate(requests)), dict[int, Any]()
     while left:
-        place, result = ac.waitany(left.values())
+        place, result = ac.waitany(left.values(), timeout=60)
         number = list(left)[place]
         results[number] = result
         assert left.pop(number).test()
