@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from arraycomm import Communicator, allreduce_tree
 from arraycomm._folds import fold, total_dtype
 from arraycomm._reduce import chain
 from arraycomm._reduce.chain import ChainSegment, chunk_bytes, chunk_tasks, largest_chunk
@@ -312,6 +314,23 @@ def nodes_of_ranks(draw: st.DrawFn) -> list[int]:
     return draw(st.just(in_order) | st.permutations(in_order))
 
 
+def _on_nodes(comm: Communicator, nodes: list[int]) -> tuple[Communicator, _Nodes]:
+    made = _Nodes(internals.transport(comm).split(0, range(comm.size)), nodes)
+    return internals.communicator(made, timeout=internals.options(comm).timeout), made
+
+
+@given_on_ranks(ranks=range(4, 9), nodes=nodes_of_ranks(), count=st.integers(1, 40_000))
+@pytest.mark.usefixtures("_chained")
+def test_exact_sums_are_not_rounded_between_nodes(comm, nodes, count) -> None:
+    """What nodes have is added up at once: a total of some of them would have too few bits."""
+    part, _ = _on_nodes(comm, nodes)
+    internals.set_inline_bytes(part, 0)
+    numbers = [(1e100, 1.0, -1e100, 2.0**-60)[rank % 4] for rank in range(comm.size)]
+    x, want = np.full(count, numbers[comm.rank]), math.fsum(numbers)
+    for found in (part.allreduce(x, "fsum"), *allreduce_tree([x], "fsum", comm=part)):
+        assert (found == want).all()
+
+
 @FEW
 @given_on_ranks(
     ranks=range(4, 9),
@@ -323,9 +342,7 @@ def nodes_of_ranks(draw: st.DrawFn) -> list[int]:
 @pytest.mark.usefixtures("_chained")
 def test_nodes_do_not_matter(comm, nodes, reduction, tree, root) -> None:
     """What ranks reduce does not depend on which of them share a node."""
-    link = internals.transport(comm).split(0, range(comm.size))
-    timeout = internals.options(comm).timeout
-    part = internals.communicator(made := _Nodes(link, nodes), timeout=timeout)
+    part, made = _on_nodes(comm, nodes)
     several = len(set(nodes)) > 1 and all(nodes.count(node) > 1 for node in nodes)
     follow = nodes == sorted(nodes, key=nodes.index)
     assert (made.chain is not None) == (several and follow)

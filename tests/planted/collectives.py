@@ -112,7 +112,7 @@ FOLDS: Final = (
         _EXACT,
         "twice == 1 << more and significand & 1)",
         "twice == 1 << more)",
-        ("a_fold_is_the_sum_of_fractions",),
+        ("rows_may_be_spread_over_ranks_in_any_way",),
     ),
     Fault(
         "what is lost is lost: a fold does not see that the rounding errors were rounded as well",
@@ -299,6 +299,13 @@ ALGORITHMS: Final = (
         "            total = memory.totals[number & 1]",
         "            total = memory.totals[number and 1 - (number & 1)]",
         ("results_are_in_rank_order_whoever_goes_on_first",),
+    ),
+    Fault(
+        "exact sums from node to node: a chain of nodes folds them onto rounded totals",
+        _CHAIN,
+        "    if chain is None or not goes_on(op):",
+        "    if chain is None:",
+        ("exact_sums_are_not_rounded_between_nodes",),
     ),
     Fault(
         "node of one rank: nodes are a chain though one of them has a single rank",
