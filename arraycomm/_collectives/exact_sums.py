@@ -23,7 +23,7 @@ from arraycomm._reduce.chunks import reserve
 from arraycomm._transports.base import Bytes, Steps
 
 # Like a reduction by a function, it is computed on the host.
-_ON_HOST: Final = Op(math.fsum)
+_ON_HOST: Final = Op(np.add)
 # The elements of the result that are reduced at a time, and elements copied to lie side by side.
 _PIECE: Final = 4096
 _COPIED: Final = 1 << 17

@@ -80,7 +80,7 @@ def _exactly(arrays: Sequence[Array]) -> Array:
         if part in NARROW:
             single = found.astype(np.float32)
             found = _odd(single, found - single)
-        return found[:-1].astype(part).view(dtype).reshape(shape)
+        return np.asarray(found[:-1].astype(part).view(dtype).reshape(shape))
 
 
 def _exact_sum(numbers: list[float]) -> tuple[float, float]:
