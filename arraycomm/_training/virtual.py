@@ -91,10 +91,6 @@ class VirtualRanks:
         self._new, self.is_complete = {}, False
         self.round = (self.round + 1) % self.rounds
 
-    def drop(self) -> None:
-        """Forget the sums of a round that goes no further, so that it can be made again."""
-        self._new, self.is_complete = {}, False
-
     def check_between_steps(self, what: str) -> None:
         """Raise in the middle of rounds, where what ranks have done depends on their number."""
         if self.round or self.is_complete:
