@@ -57,7 +57,9 @@ class Reducer:
         if gradients.joined:
             return self._joined.step()
         self._joined.check_over()
-        parameters.note_skipped()
+        if gradients.virtual is None:
+            # A step ends the round of virtual ranks, also if clipping has made zeros of gradients.
+            parameters.note_skipped()
         if gradients.keeps:
             self._keep()
             return False
