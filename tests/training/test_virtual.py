@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -138,3 +139,23 @@ def test_optimizers_of_several_frameworks_are_refused(on_ranks: OnRanks) -> None
             ac.DistributedOptimizer(plain, comm=comm, virtual_ranks=4)
 
     on_ranks(2, body)
+
+
+@pytest.mark.parametrize("rows", [1, 6, 11, 13])
+def test_workers_load_the_batches_of_virtual_ranks(on_ranks: OnRanks, rows: int) -> None:
+    torch: Any = pytest.importorskip("torch")
+    from arraycomm.adapters.torch import DataLoader
+
+    def load(comm: ac.Communicator, virtual: int | None) -> Any:
+        items = [torch.tensor([float(row)]) for row in range(rows)]
+        share = ac.DistributedDataContainer(items, comm=comm, virtual_ranks=virtual)
+        loader, seen = DataLoader(share, 2), []
+        for batch, weights in loader:
+            seen.append((share.virtual_rank, batch.tolist(), weights.tolist()))
+        assert len(seen) == len(loader)
+        return [each for each in seen if each[0] < (virtual or comm.size)]
+
+    def loaded(size: int, virtual: int | None) -> Any:
+        return sorted(chain.from_iterable(on_ranks(size, load, virtual)))
+
+    assert loaded(1, 3) == loaded(2, 3) == loaded(3, 3) == loaded(3, None)
