@@ -321,17 +321,25 @@ def test_feedback_loses_nothing_for_good(rows, dtype) -> None:
 @given(
     places=st.lists(st.lists(st.sampled_from((1, 1, 1, 2)), min_size=4, max_size=4), max_size=4),
     size=st.integers(2, 4),
+    name=st.sampled_from(["allreduce", "allgather"]),
 )
-def test_calls_of_programs_meet_at_one_place(places, size) -> None:
+def test_calls_of_programs_meet_at_one_place(places, size, name) -> None:
     def train(comm: ac.Communicator) -> None:
-        calls, x = calls_of(comm), np.full(1, comm.rank)
+        calls, x, out = calls_of(comm), np.full(1, comm.rank), np.empty(1, int)
+        over = calls.comm
+        total, everyones = [size * (size - 1) // 2], [[rank] for rank in range(size)]
         for row in places:
-            with calls.at(row[comm.rank]):
-                if len(set(row[:size])) > 1:
-                    with pytest.raises(ac.MismatchError, match="call 2 of a program"):
-                        calls.allreduce(x, "sum", None)
-                    return
-                assert calls.allreduce(x, "sum", None) == size * (size - 1) // 2
+            # The third call is prepared, by its place.
+            for _ in range(3):
+                assert over.allreduce(x, out=out).tolist() == total
+                assert over.allgather(x).tolist() == everyones
+                with calls.at(row[comm.rank]):
+                    if len(set(row[:size])) > 1:
+                        with pytest.raises(ac.MismatchError, match="call 2 of a program"):
+                            getattr(over, name)(x)
+                        return
+                    assert over.allreduce(x, out=out).tolist() == total
+                    assert over.allgather(x).tolist() == everyones
 
     run(size, train)
 

@@ -139,7 +139,7 @@ def _remember(
     if not {*map(type, rest)} <= {str, int, type(None)} or (guard and guard.place() is None):
         return
     if operation is Allreduce:
-        _keep_allreduce(runner, key, x, *rest)
+        keep_allreduce(runner, key, x, *rest)
     elif not _may_keep(runner, *kind.arrays(x)) or ended not in (None, runner.group.control.step):
         return
     elif not again:
@@ -248,7 +248,7 @@ def _shown(control: ControlChannel, own: bytes, compared: slice) -> bytes:
     return b"".join(row[PREFIX].tobytes()[compared] for row in control.rows[parity])
 
 
-def _keep_allreduce(runner: Runner, key: tuple[Any, ...], x: Any, op: str) -> None:
+def keep_allreduce(runner: Runner, key: tuple[Any, ...], x: Any, op: str) -> None:
     """Keep the fast path of `allreduce` after its first call: many programs make a few calls."""
     group, paths, guard = runner.group, runner.fast_paths, runner.guard
     if not _may_keep(runner, x):
@@ -468,9 +468,8 @@ class SmallCall(Exchanged):
         into = self._into(out)
         if into is NotImplemented:
             return None
-        if self._sends is None:
-            return None, into, None
-        return (x if x.flags.c_contiguous else x.copy()), into, None
+        own = None if self._sends is None else _in_c_order(x)
+        return own, into, None
 
     def _look(self, x: Any, out: Any) -> _Found | None:
         """Look at the arrays of a framework."""
@@ -487,9 +486,7 @@ class SmallCall(Exchanged):
         copied = source.copied or (into is not None and into.copied)
         if copied or self._sends not in (None, (source.dtype, source.shape)):
             return None
-        own = None
-        if self._sends is not None:
-            own = source.array if source.array.flags.c_contiguous else source.array.copy()
+        own = None if self._sends is None else _in_c_order(source.array)
         if into is not None and into.array.flags.carray:
             return own, into.array, partial(commit_out, into)
         if gets is None:
@@ -519,6 +516,10 @@ class SmallCall(Exchanged):
         calls, seconds = self.exchange.counts()
         nbytes = 0 if self._sends is None else self._sends.nbytes
         return Count(self._call.operation.name, calls, calls * nbytes, seconds)
+
+
+def _in_c_order(array: Array) -> Array:
+    return array if array.flags.c_contiguous else array.copy()
 
 
 def _write_out(into: BufferView, elements: Array) -> Any:

@@ -81,16 +81,6 @@ def test_repeated_reductions_of_many_kinds_are_right(comm: Communicator) -> None
     assert comm.stats()["allreduce"]["calls"] == 3 * 4 * len(_KINDS)
 
 
-@each_rank_of(2)
-def test_a_reduction_with_a_note_is_none_without(comm: Communicator) -> None:
-    x, out = np.ones(2), np.empty(2)
-    if comm.rank == 0:
-        internals.remember_noted_allreduce(comm, x, "sum", "at place 3")
-    for _ in range(2):
-        comm.allreduce(x, out=out)
-        assert out.tolist() == [2, 2]
-
-
 def test_a_repeated_reduction_needs_no_python(in_python: mock.Mock) -> None:
     comm = _single()
     x, out = np.ones(4, np.float32), np.empty(4, np.float32)

@@ -359,13 +359,8 @@ def free(comm: Member) -> None:
 
 def remember_allreduce(comm: Communicator, x: Any, op: str) -> None:
     """Take the fast path in the next `allreduce` like this, as if one had been made."""
-    key = Allreduce, type(x), x.dtype, x.shape, op
-    fast_path.keep(comm._runner, key, x, op)
-
-
-def remember_noted_allreduce(comm: Communicator, x: Any, op: str, note: str) -> None:
-    """Keep the fast path of a reduction that the ranks compare together with a note, as programs of JAX do."""
-    fast_path.keep(comm._runner, (note,), x, op, note)
+    key = Allreduce, type(x), x.dtype, x.shape, (0, str), op
+    fast_path.keep_allreduce(comm._runner, key, x, op)
 
 
 def is_closed(comm: Member) -> bool:

@@ -36,7 +36,7 @@ class OnDevice:
     namespace: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class ByAddress:
     """How prepared calls read and make arrays, where a view of each would take them too long.
 

@@ -224,16 +224,11 @@ def _allocate(shape: tuple[int, ...], dtype: DType) -> Array:
     like = _empty_tensors().get(dtype)
     if like is None:
         return allocate(shape, dtype)
-    tensor = _maker(like, shape)()
+    tensor = like.new_empty(shape)
     if tensor.nbytes >= _LARGE:
         # As NumPy does: pages of 4 KiB would take longer than the reduction.
         use_large_pages(tensor.data_ptr(), tensor.nbytes)
     return _shared(tensor, _NewMemory)
-
-
-def _maker(like: Any, shape: tuple[int, ...]) -> Callable[[], Any]:
-    # A tuple takes a third of the time more; a shape without dimensions is one.
-    return partial(like.new_empty, *(shape or ((),)))
 
 
 @cache
@@ -292,12 +287,10 @@ def _by_address(kind: type) -> ByAddress | None:
     # Any other class may say something else of itself in each call.
     if kind not in (torch.Tensor, torch.nn.Parameter):
         return None
-    strided, grad_enabled = torch.strided, torch.is_grad_enabled
-    forward_ad, wrote = torch.autograd.forward_ad, torch.autograd.graph.increment_version
-    is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+    strided, has_grad_mode = torch.strided, torch.is_grad_enabled
 
     def address(x: Any) -> int:
-        if (x.requires_grad and grad_enabled()) or is_wrapped(x) or forward_ad._current_level >= 0:
+        if (x.requires_grad and has_grad_mode()) or _wrapped(x) or _has_tangent(x):
             return 0
         if not (_is_plain(x, strided) and x.is_contiguous()):
             return 0
@@ -306,7 +299,8 @@ def _by_address(kind: type) -> ByAddress | None:
         return x.data_ptr()  # type: ignore[no-any-return]
 
     def maker(shape: tuple[int, ...], dtype: DType) -> Callable[[], tuple[Any, int]]:
-        empty = _maker(_empty_tensors()[dtype], shape)
+        # A shape in one argument takes a third of the time more.
+        empty = partial(_empty_tensors()[dtype].new_empty, *(shape or ((),)))
 
         def make() -> tuple[Any, int]:
             made = empty()
@@ -314,7 +308,7 @@ def _by_address(kind: type) -> ByAddress | None:
 
         return make
 
-    return ByAddress(address=address, maker=maker, wrote=wrote)
+    return ByAddress(address, maker, torch.autograd.graph.increment_version)
 
 
 # Exchange ---------------------------------------------------------------------------------------
