@@ -85,6 +85,7 @@ def native_part() -> dict[str, Any]:
             for name in (
                 "module",
                 "chunks",
+                "device",
                 "ending",
                 "exact",
                 "exchange",
@@ -101,6 +102,7 @@ def native_part() -> dict[str, Any]:
             f"{NATIVE}/{name}.h"
             for name in (
                 "chunks",
+                "device",
                 "ending",
                 "exact",
                 "exchange",

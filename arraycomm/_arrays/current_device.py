@@ -49,6 +49,12 @@ class working_on:  # noqa: N801
             sys.modules["cupy"].cuda.runtime.setDevice(self._before)
 
 
+def torch_stream(device: int) -> int:
+    """Return PyTorch's current stream, without the object that `current_stream` makes of it."""
+    stream: int = sys.modules["torch"]._C._cuda_getCurrentRawStream(device)
+    return stream
+
+
 def in_use(device: int) -> bool:
     """Return whether this process has a context on a device; true if CUDA does not tell."""
     library = driver()

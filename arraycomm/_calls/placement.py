@@ -173,6 +173,18 @@ class Placements:
         """Where this rank makes arrays when no argument tells it."""
         return "cpu"
 
+    # Calls that are prepared; see `_calls/fast_paths.py`.
+
+    def prepare(self, name: str, op: str, x: Any) -> Any:
+        """Return what puts calls with arrays like `x` on a device; None if nothing does.
+
+        `op` is that of a reduction.
+        """
+        return None
+
+    def put(self, prepared: Any, found: Any, show: Callable[[None], None]) -> None:
+        """Put a call on a device, and show its header."""
+
     # The life of a communicator.
 
     def child(self, group: Group, link: Any) -> Placements:

@@ -28,8 +28,8 @@ from arraycomm._calls.placement import Destination
 from arraycomm._calls.requests import Ended, Request, noting
 from arraycomm._calls.runner import OperationClass, Runner, prefix_of
 from arraycomm._calls.statistics import Count
-from arraycomm._callsite import call_site
-from arraycomm._collectives.movements import FromRoot
+from arraycomm._callsite import call_site, find_call_site
+from arraycomm._collectives.movements import Allgather, FromRoot
 from arraycomm._collectives.objects import ObjectOperation
 from arraycomm._collectives.reductions import Allreduce
 from arraycomm._dtypes import DType
@@ -37,7 +37,8 @@ from arraycomm._errors import TransportError
 from arraycomm._folds import in_c
 from arraycomm._native import compiled
 from arraycomm._protocol.agreement import UndeliveredError, agree
-from arraycomm._protocol.header import MAX_DIMS, ON_HOST, Headers, Signature, encode
+from arraycomm._protocol.header import ALL_ON_DEVICE, MAX_DIMS, ON_HOST, Headers, Signature, encode
+from arraycomm._protocol.waits.waiting import give_up_core
 from arraycomm._reduce import chunks
 from arraycomm._reduce.algorithms import allreduce
 from arraycomm._transports.base import Steps
@@ -46,6 +47,8 @@ from arraycomm._transports.control import PREFIX, ControlChannel
 # The digest in a header, by which ranks compare calls.
 _DIGEST: Final = slice(0, 8)
 _PLAIN: Final = (np.ndarray, type(None))
+# At ranks that are a little later, before a call on devices is made in full.
+_LOOKS: Final = 200
 # What is sent, the memory for the result, and what makes of that what the caller gets.
 _Found = tuple[Any, Any, Callable[[], Any] | None]
 
@@ -111,7 +114,8 @@ def _find(
         if place is None:
             return None, None
         # Numbers of several types are equal, as 1 and 1.0, and not all of them may be a root.
-        key = (operation, *array, (place, *map(type, rest)), *rest)
+        kinds = (getattr(x, "is_cuda", None), place, *map(type, rest))
+        key = (operation, *array, kinds, *rest)
         return key, runner.fast_paths.find(key)
     except Exception:
         # The full call checks x, and lets the other ranks know of an error.
@@ -134,11 +138,13 @@ def _remember(
 
     One that has `ended` in an earlier step than the last one has left nothing to look at.
     """
-    turn, guard, (place, *_), rest = runner.group.engine.turn, runner.guard, key[4], key[5:]
+    turn, guard, (_, place, *_), rest = runner.group.engine.turn, runner.guard, key[4], key[5:]
     # A function may be another one in each call.
     if not {*map(type, rest)} <= {str, int, type(None)} or (guard and guard.place() is None):
         return
-    if operation is Allreduce:
+    if runner.placements.on_device(x):
+        _keep_on_device(runner, key, operation, x, rest)
+    elif operation is Allreduce:
         keep_allreduce(runner, key, x, *rest)
     elif not _may_keep(runner, *kind.arrays(x)) or ended not in (None, runner.group.control.step):
         return
@@ -157,6 +163,33 @@ def _remember(
             runner.fast_paths.keep(key, path or FastPath())
         finally:
             turn.release()
+
+
+def _keep_on_device(
+    runner: Runner,
+    key: tuple[Any, ...],
+    operation: OperationClass[...],
+    x: Any,
+    rest: tuple[Any, ...],
+) -> None:
+    """Keep the fast path of a call with an array on a device, or that it has none."""
+    group, paths = runner.group, runner.fast_paths
+    if paths.repeats is None or not paths.may_keep or not group.options.check or runner.guard:
+        return
+    op = rest[0] if operation is Allreduce else ""
+    may_have = operation is Allreduce or operation is Allgather
+    prepared = runner.placements.prepare(operation.name, op, x) if may_have else None
+    if prepared is None or len(prepared.shape) > MAX_DIMS:
+        # Arrays of other types may be on the host in the next call.
+        if key[4][0] or type(x).__module__ == "cupy":
+            paths.keep(key, FastPath())
+        return
+    form = Form(prepared.dtype, prepared.shape)
+    signature = Signature(operation.name, op or None, None, *form)
+    header = encode(signature, -1, device_flag=ALL_ON_DEVICE)
+    headers = header[_DIGEST] * group.size
+    step = Step(signature, header, headers, None, None, NO_SHARE, plain=False, addresses=None)
+    paths.keep(key, AheadCall(runner, Call(key, operation, rest), step, prepared))
 
 
 def _may_keep(runner: Runner, *arrays: Any) -> bool:
@@ -269,7 +302,7 @@ def keep_allreduce(runner: Runner, key: tuple[Any, ...], x: Any, op: str) -> Non
         form = Form(source.dtype, source.shape)
         signature = Signature("allreduce", op, None, *form)
         if guard is not None:
-            signature = guard.sign(signature, key[4][0])
+            signature = guard.sign(signature, key[4][1])
         header = encode(signature, -1 if large else form.nbytes)
         headers, share = header[_DIGEST] * group.size, Share(range(group.size), 0, op)
         call = Call(key, Allreduce, (op,))
@@ -637,3 +670,77 @@ class LargeAllreduce(Exchanged):
 
     def count(self) -> Count:
         return Count("allreduce", self._calls, self._calls * self._nbytes, self._seconds)
+
+
+class AheadCall(Exchanged):
+    """The fast path of calls with arrays on devices, which go ahead of the check of their headers.
+
+    The next call checks the header, or a thread that looks before. `prepared` puts the call on the
+    device.
+    """
+
+    def __init__(self, runner: Runner, call: Call, step: Step, prepared: Any) -> None:
+        super().__init__(runner, call, step)
+        self._prepared, self._nbytes = prepared, prepared.nbytes
+        self._calls, self._seconds = 0, 0.0
+
+    def __call__(self, x: Any, out: Any) -> Any:
+        started, engine, prepared = perf_counter(), self._engine, self._prepared
+        if prepared is None or not engine.turn.acquire(False):
+            return NotImplemented
+        try:
+            if not self._is_idle() or self._group.closed is not None:
+                return NotImplemented
+            found = prepared.look(x, out)
+            if found is None:
+                return NotImplemented
+            try:
+                self._go_ahead(prepared, found)
+            except BaseException as error:
+                self.give_up(error)
+                raise
+            self._calls += 1
+            self._seconds += perf_counter() - started
+            return prepared.deliver(found, out)
+        finally:
+            engine.turn.release()
+
+    def _go_ahead(self, prepared: Any, found: Any) -> None:
+        group, control, signature = self._group, self._group.control, self._signature
+        group.watchdog.current = self._current
+        self._runner.placements.put(prepared, found, self.exchange.post)
+        agreeing = agree(control, signature, site=find_call_site(4))
+        self._engine.follow(group.guarded(agreeing, deferred=True))
+        # What checks that header in the next call.
+        group.kept[AheadCall] = self._engine.follower, self.exchange
+        if control.native is not None:
+            control.go_on()
+        group.watchdog.check_given_up()
+
+    def _is_idle(self) -> bool:
+        """Return whether nothing is outstanding, after a look at the header of the call before."""
+        engine = self._engine
+        if not engine.queue:
+            return True
+        follower, exchange = self._group.kept.get(AheadCall, (None, None))
+        if follower is not None and engine.follower is follower:
+            return engine.end_follower(partial(self._has_agreed, exchange))
+        engine.advance()
+        return not engine.queue
+
+    def _has_agreed(self, exchange: Any) -> bool:
+        """Return whether all ranks have shown the header of the call before; wait for a moment."""
+        done = self._group.control.done
+        for _ in range(_LOOKS):
+            if done():
+                return bool(exchange.finish(None))
+            give_up_core()
+        return False
+
+    def free(self) -> None:
+        super().free()
+        self._prepared = None
+
+    def count(self) -> Count:
+        name = self._call.operation.name
+        return Count(name, self._calls, self._calls * self._nbytes, self._seconds)

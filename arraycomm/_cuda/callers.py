@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from typing import Any, Final, NamedTuple
 
-from arraycomm._arrays.current_device import imported, working_on
+from arraycomm._arrays.current_device import imported, torch_stream, working_on
 from arraycomm._arrays.device_memory import DeviceMemory, Event
 from arraycomm._cuda.streams import cupy_stream, is_same
 
@@ -37,9 +37,7 @@ def _torch_stream(device: int | None) -> int | None:
     torch = imported("torch")
     if torch is None or not torch.cuda.is_initialized():
         return None
-    number = torch.cuda.current_device() if device is None else device
-    stream: int = torch._C._cuda_getCurrentRawStream(number)
-    return stream
+    return torch_stream(torch.cuda.current_device() if device is None else device)
 
 
 def _in_torch_stream(stream: int, device: int | None) -> Any:
@@ -60,12 +58,7 @@ def _grad_mode(_device: int | None) -> Any:
 
 
 STATES: Final[dict[str, State]] = {
-    "torch": State(
-        _torch_stream,
-        _in_torch_stream,
-        lambda stream: int(stream),
-        lambda stream, _device: stream,
-    ),
+    "torch": State(_torch_stream, _in_torch_stream, int, lambda stream, _device: stream),
     "cupy": State(
         _cupy_stream, lambda stream, _: stream, lambda stream: int(stream.ptr), cupy_stream
     ),

@@ -161,6 +161,15 @@ class _Event:
             self._runtime.eventRecord(self._event.ptr, stream)
         self._done = False
 
+    @property
+    def handle(self) -> int:
+        """The event, as the driver has it."""
+        return int(self._event.ptr)
+
+    def renew(self) -> None:
+        """Note that it has been recorded anew."""
+        self._done = False
+
     def done(self) -> bool:
         # Not by CuPy: its `Event.done` treats an error as work that is still under way, and its
         # `eventQuery` holds the GIL, even while CUDA has it wait for another thread's call.

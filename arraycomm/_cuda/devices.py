@@ -7,6 +7,7 @@ a rank has no device, all arrays are copied to the host.
 
 from __future__ import annotations
 
+import math
 import operator
 import threading
 import time
@@ -16,14 +17,18 @@ from functools import partial
 from typing import Any, Final
 from weakref import WeakSet
 
+import numpy as np
+
 from arraycomm._arrays.current_device import spare_captures
 from arraycomm._arrays.device_memory import DeviceBuffer, DeviceMemory, Event
 from arraycomm._calls.custom_ops import Op
 from arraycomm._calls.placement import HostPlacement, Placements
 from arraycomm._cuda import arrays
 from arraycomm._cuda.callers import Waiters
-from arraycomm._cuda.device import DeviceRequest, choose_device
+from arraycomm._cuda.device import DeviceRequest, choose_device, current
+from arraycomm._cuda.frameworks import framework_of
 from arraycomm._cuda.link import DeviceLink
+from arraycomm._cuda.nccl_link import NcclLink
 from arraycomm._cuda.placement import (
     CopiedPlacement,
     CopiedTreePlacement,
@@ -32,13 +37,16 @@ from arraycomm._cuda.placement import (
     TreePlacement,
     UploadedTreePlacement,
 )
+from arraycomm._cuda.prepared import Found, PreparedCall
 from arraycomm._cuda.streams import LEASES
 from arraycomm._errors import BackendUnavailableError
+from arraycomm._native import compiled
 from arraycomm._protocol.agreement import Agreement
 from arraycomm._protocol.details import exchange_details
 from arraycomm._protocol.group import Group
 from arraycomm._protocol.header import ALL_ON_DEVICE, ON_HOST, digest
 from arraycomm._protocol.waits import clock
+from arraycomm._reduce.selection import GATHER_BYTES
 from arraycomm._transports.base import Steps
 
 # Seconds between two looks at the work under way on devices.
@@ -56,7 +64,7 @@ class _Progress:
     def __init__(self, memory: DeviceMemory) -> None:
         # The number, and whether the calls under way are given up.
         self._number, self._given_up = memory.words(2).reshape(2, 1)
-        self._number_at, self.given_up_at = self._number.ctypes.data, self._given_up.ctypes.data
+        self.addresses = self._number.ctypes.data, self._given_up.ctypes.data
         self._last = self._seen = 0
         self._since = 0.0
 
@@ -68,9 +76,18 @@ class _Progress:
         """Put the end of a call on the memory's stream."""
         self._put(memory, (self._last + 2) & ~1)
 
+    def next(self) -> int:
+        """Return the number of the beginning of a call that is put there otherwise."""
+        self._last = ((self._last + 1) | 1) % (1 << 32)
+        return self._last
+
+    def over(self) -> None:
+        """Note that the end of that call has been put there too; its number is the next one."""
+        self._last = (self._last + 1) % (1 << 32)
+
     def _put(self, memory: DeviceMemory, number: int) -> None:
         self._last = number % (1 << 32)
-        memory.write(self._number_at, self._last)
+        memory.write(self.addresses[0], self._last)
 
     @property
     def pending(self) -> bool:
@@ -92,7 +109,7 @@ class _Progress:
 
     def guard(self, result: DeviceBuffer) -> None:
         """Spoil a result if its call is given up before the device comes here."""
-        result.memory.spoil(result, self.given_up_at)
+        result.memory.spoil(result, self.addresses[1])
 
 
 # The memory to which a device may still write.
@@ -118,6 +135,8 @@ class Devices(Placements):
         self.reason = "no array on a device has been communicated so far"
         self._stream: int | None = None
         self._last: Event | None = None
+        # For the elements of all ranks in prepared calls, which are in order.
+        self._scratch: DeviceBuffer | None = None
         self._looking = threading.Lock()
         group.on_failure.append(self.abort)
         group.on_exit.append(self.finish)
@@ -270,6 +289,40 @@ class Devices(Placements):
         if len(LEASES):
             _sweep.add(self)
 
+    def prepare(self, name: str, op: str, x: Any) -> PreparedCall | None:
+        framework, link, progress = framework_of(x), self.link, self._progress
+        if framework is None or not isinstance(link, NcclLink) or link.size == 1:
+            return None
+        device = link.memory.device
+        if compiled is None or progress is None or framework.plain_address(x, device) is None:
+            return None
+        (stream,) = framework.streams(device)
+        _, shape, _, dtype = framework.export(x, "x", link.memory).layout
+        operation = link.operation(name, op, dtype, math.prod(shape))
+        if operation is None or not operation.nbytes or stream == link.memory.own_stream:
+            return None
+        link = link.at(stream)
+        with current(device):
+            self._scratch = self._scratch or link.empty(GATHER_BYTES, np.dtype(np.uint8))
+            words = progress.addresses
+            return PreparedCall(framework, operation, shape, link, self._scratch, words)
+
+    def put(self, prepared: PreparedCall, found: Found, show: Callable[[None], None]) -> None:
+        """Put a prepared call on its stream, after this communicator's work in other streams."""
+        assert self._progress is not None
+        if self._last is not None and self._stream != prepared.stream:
+            self._last.wait_on(prepared.stream)
+        self._stream = prepared.stream
+        number = self._progress.next()
+        _watch.add(self)
+        if not prepared.begin(found, number, show):
+            self._group.engine.wait_for(prepared.has_begun)
+        prepared.end()
+        self._progress.over()
+        self._last = prepared.event
+        if len(LEASES):
+            _sweep.add(self)
+
     def look(self, waited: float = 0.0) -> None:
         """Check deferred headers, NCCL's errors, and whether other ranks are late.
 
@@ -348,7 +401,7 @@ class Devices(Placements):
             return
         self.finish()
         with self._looking:
-            link, self.link = self.link, None
+            link, self.link, self._scratch = self.link, None, None
         link.close()
         link.memory.close()
 

@@ -40,6 +40,16 @@ def status_of(device: int, name: str, *arguments: Any) -> int:
     return status
 
 
+def address_of(name: str) -> int:
+    """Return where a function is."""
+    return pointer(driver()[name])
+
+
+def pointer(function: Any) -> int:
+    """Return the address of a function of ctypes."""
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
+
+
 def call(device: int, name: str, *arguments: Any) -> None:
     """Call a function on a device, as `status_of` does; raise `TransportError` if it fails."""
     check(status_of(device, name, *arguments))

@@ -13,7 +13,7 @@ import numpy as np
 
 from arraycomm._arrays import dlpack
 from arraycomm._arrays.buffer import BufferView, allocate
-from arraycomm._arrays.current_device import imported, working_on
+from arraycomm._arrays.current_device import imported, torch_stream, working_on
 from arraycomm._arrays.device_memory import DeviceBuffer, DeviceMemory
 from arraycomm._arrays.frameworks.base import no_such_dtype
 from arraycomm._arrays.frameworks.cupy import read_cupy
@@ -71,6 +71,13 @@ class Framework(abc.ABC):
         """Return whether a CUDA graph is captured from what is put on its current `streams`."""
         return False
 
+    def plain_address(self, x: Any, device: int) -> int | None:
+        """Return where an array's elements are, one behind the other, on a device.
+
+        None if anything about it is unusual, and for frameworks that show no streams.
+        """
+        return None
+
     @abc.abstractmethod
     def export(self, x: Any, name: str, memory: DeviceMemory) -> DeviceExport:
         """Check an array, and return where its elements are."""
@@ -115,8 +122,7 @@ class _Torch(Framework):
         return (x.device.index or 0) if x.is_cuda else None
 
     def streams(self, device: int) -> tuple[int, ...]:
-        # What `current_stream` makes an object of, which takes ten times as long.
-        return (sys.modules["torch"]._C._cuda_getCurrentRawStream(device),)
+        return (torch_stream(device),)
 
     def captures(self, device: int, streams: tuple[int, ...]) -> bool:
         if streams[0] <= PER_THREAD:
@@ -124,6 +130,16 @@ class _Torch(Framework):
         cuda = sys.modules["torch"].cuda
         with cuda.device(device):
             return bool(cuda.is_current_stream_capturing())
+
+    def plain_address(self, x: Any, device: int) -> int | None:
+        if not x.is_cuda or x.get_device() != device or x.requires_grad or not x.is_contiguous():
+            return None
+        if x.is_conj() or x.is_neg() or torch_refusal(x) is not None:
+            return None
+        with suppress(BufferError):
+            check_storage(x, "x")
+            return int(x.data_ptr())
+        return None
 
     def export(self, x: Any, name: str, memory: DeviceMemory) -> DeviceExport:
         _check_tensor(x, name)
@@ -200,6 +216,10 @@ class _CuPy(Framework):
 
         return bool(cupy.cuda.get_current_stream(device).is_capturing())
 
+    def plain_address(self, x: Any, device: int) -> int | None:
+        plain = x.flags.c_contiguous and x.device.id == device
+        return int(x.data.ptr) if plain else None
+
     def export(self, x: Any, name: str, memory: DeviceMemory) -> DeviceExport:
         return DeviceExport(Layout(int(x.data.ptr), x.shape, x.strides, x.dtype), False, x)
 
@@ -241,6 +261,9 @@ class _Protocols(_CuPy):
                 return {DEVICE: device, MANAGED: ANY}.get(kind)
             if hasattr(x, "__cuda_array_interface__"):
                 return _device_at(by_cuda_interface(x, "x").layout.address)
+        return None
+
+    def plain_address(self, x: Any, device: int) -> int | None:
         return None
 
     def export(self, x: Any, name: str, memory: DeviceMemory) -> DeviceExport:

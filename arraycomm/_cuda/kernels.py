@@ -55,13 +55,6 @@ class Few(ctypes.Structure):
         ("number", ctypes.c_uint32),
     )
 
-    @classmethod
-    def of(cls, dtype: DType, rows: Sequence[int], out: int, elements: int) -> Few:
-        """Return the argument for rows of so many elements, at these addresses."""
-        packed = _packed(dtype, [*rows, out])
-        table = (ctypes.c_int64 * FEW_ROWS)(*rows)
-        return cls(table, out, 0, elements, len(rows), 0, 0, packed)
-
 
 class Spoiled(ctypes.Structure):
     """The argument of `spoil`."""
@@ -92,7 +85,7 @@ class Kernels:
         if op is None or dtype is None:
             _module(self._device, ())
         else:
-            _module(self._device, _definitions(op, dtype))
+            _module(self._device, definitions_of(op, dtype))
 
     def gather_pieces(
         self, pieces: Sequence[tuple[int, int, int]], target: int, stream: int
@@ -113,8 +106,7 @@ class Kernels:
     def spoil(self, target: int, nbytes: int, given_up: int, stream: int) -> None:
         """Set all bits of so many bytes if the uint32 at `given_up` is not zero."""
         argument = Spoiled(target, nbytes, given_up)
-        blocks = min(-(-nbytes // CHUNK_BYTES), LOOKING_BLOCKS)
-        self._launch("spoil", (), blocks, ctypes.addressof(argument), stream)
+        self._launch("spoil", (), spoiling_blocks(nbytes), ctypes.addressof(argument), stream)
 
     def reduce(
         self,
@@ -132,10 +124,10 @@ class Kernels:
         """
         if not count:
             return
-        definitions = _definitions(op, dtype)
+        definitions = definitions_of(op, dtype)
         if kernel == "fold" and len(rows) <= FEW_ROWS:
-            few = Few.of(dtype, rows, outs[0], count)
-            self.launch_few(op, dtype, few, blocks_of(dtype, count, packed=few.packed), stream)
+            few, blocks = few_of(dtype, rows, outs[0], count)
+            self.launch_few(op, dtype, few, blocks, stream)
             return
         argument = np.empty(ROWS_BYTES // 8, np.int64)
         narrow = argument[-2:].view(np.int32)
@@ -154,13 +146,13 @@ class Kernels:
 
     def launch_few(self, op: str, dtype: DType, few: Few, blocks: int, stream: int) -> None:
         """Fold a few rows."""
-        self._launch("fold_few", _definitions(op, dtype), blocks, ctypes.addressof(few), stream)
+        self._launch("fold_few", definitions_of(op, dtype), blocks, ctypes.addressof(few), stream)
 
     def _launch(
         self, kernel: str, definitions: tuple[str, ...], blocks: int, argument: int, stream: int
     ) -> None:
         """Put a kernel on the stream; the launch copies its argument, which is at an address."""
-        function = _function(self._device, kernel, definitions)
+        function = function_of(self._device, kernel, definitions)
         arguments = ctypes.c_void_p(argument)
         call(
             self._device, "cuLaunchKernel", function, blocks, 1, 1, THREADS, 1, 1, 0, stream,
@@ -169,14 +161,28 @@ class Kernels:
 
 
 @functools.cache
-def _definitions(op: str, dtype: DType) -> tuple[str, ...]:
+def definitions_of(op: str, dtype: DType) -> tuple[str, ...]:
+    """Return what chooses the kernels of an operation and a dtype."""
     return f"-DOP=op_{op}", f"-DDTYPE=dtype_{name_of(dtype)}"
+
+
+def spoiling_blocks(nbytes: int) -> int:
+    """Return how many blocks of threads spoil so many bytes."""
+    return min(-(-nbytes // CHUNK_BYTES), LOOKING_BLOCKS)
 
 
 def blocks_of(dtype: DType, count: int, *, packed: bool) -> int:
     """Return how many blocks of threads take so many elements."""
     at_once = PACK_BYTES // dtype.itemsize if packed else 1
     return min(-(-count // (at_once * THREADS)), MAX_BLOCKS)
+
+
+def few_of(dtype: DType, rows: Sequence[int], out: int, elements: int) -> tuple[Few, int]:
+    """Return the argument for rows of so many elements at these addresses, and the blocks."""
+    packed = _packed(dtype, [*rows, out])
+    table = (ctypes.c_int64 * FEW_ROWS)(*rows)
+    few = Few(table, out, 0, elements, len(rows), 0, 0, packed)
+    return few, blocks_of(dtype, elements, packed=packed)
 
 
 def _packed(dtype: DType, addresses: Sequence[int]) -> bool:
@@ -198,7 +204,7 @@ _modules: dict[tuple[int, tuple[str, ...]], Any] = {}
 _compiling = threading.Lock()
 
 
-def _function(device: int, kernel: str, definitions: tuple[str, ...]) -> int:
+def function_of(device: int, kernel: str, definitions: tuple[str, ...]) -> int:
     """Return a kernel of the current device, as the driver has it."""
     key = (device, kernel, definitions)
     found = _functions.get(key)

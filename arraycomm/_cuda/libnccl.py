@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from arraycomm._cuda import device
+from arraycomm._cuda.driver import pointer
 from arraycomm._errors import TransportError
 
 _NAME: Final = "libnccl.so.2"
@@ -110,6 +111,9 @@ SIGNATURES: Final[dict[str, tuple[Any, ...]]] = {
 }
 _TEXTS: Final = ("ncclGetErrorString", "ncclGetLastError")
 _OPTIONAL: Final = ("ncclCommSplit",)
+_IN_C: Final = (
+    *("ncclGroupStart", "ncclGroupEnd", "ncclAllGather", "ncclAllReduce", "ncclCommGetAsyncError"),
+)
 
 
 class Library:
@@ -243,6 +247,31 @@ class Comm:
             self._library.check(functions.ncclCommUserRank(self._handle, ctypes.byref(rank)))
             self._library.check(functions.ncclCommCount(self._handle, ctypes.byref(size)))
         return rank.value, size.value
+
+    @property
+    def handle(self) -> int:
+        """The communicator, as NCCL has it."""
+        return self._handle.value or 0
+
+    def functions(self) -> list[int]:
+        """Return where the functions are that `compiled.DeviceCall` calls."""
+        return [pointer(getattr(self._library.functions, name)) for name in _IN_C]
+
+    def run(self, put: Callable[..., int], *arguments: object) -> int:
+        """Return what `put` returns, which calls NCCL by itself, on the device that is current."""
+        while not self._using.acquire(timeout=_LOOK):
+            if self._end:
+                raise self._ended()
+        try:
+            if self._end:
+                raise self._ended()
+            return put(*arguments)
+        finally:
+            self._using.release()
+
+    def check(self, code: int) -> None:
+        """Raise `TransportError` with NCCL's text for a code that `run` has returned."""
+        self._library.check(code)
 
     def in_progress(self) -> bool:
         """Return whether the last operation is in progress; raise the error of any so far."""

@@ -10,16 +10,19 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Generator, Iterator, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
 from arraycomm._arrays.device_memory import DeviceBuffer, DeviceMemory
 from arraycomm._cuda.device import shared_devices
+from arraycomm._cuda.kernels import FEW_ROWS
 from arraycomm._cuda.libnccl import UINT8, Call, Comm, Library
 from arraycomm._cuda.link import DeviceLink, Nothing
 from arraycomm._dtypes import BY_DTYPE, DType, Kind, kind_of
 from arraycomm._errors import TransportError
+from arraycomm._reduce.blocks import fit
+from arraycomm._reduce.selection import Algorithm, select
 from arraycomm._transports.base import Blocks, Handle
 
 # ncclRedOp_t
@@ -46,6 +49,22 @@ class _Operation:
         return self._over
 
 
+class Operation(NamedTuple):
+    """An operation of NCCL that is a whole collective, of `nbytes` a rank.
+
+    It has `elements` of NCCL's `type`, and reduces by NCCL's `op`, or gathers if that is -1.
+    A kernel may fold what was gathered.
+    """
+
+    dtype: DType
+    op_name: str
+    nbytes: int
+    elements: int
+    type: int
+    op: int
+    folds: bool
+
+
 class NcclLink(DeviceLink):
     """The link of one rank's device to those of the other ranks, by a `comm` not in progress.
 
@@ -64,7 +83,7 @@ class NcclLink(DeviceLink):
         self.memory = memory
         self.rank = rank
         self.size = size
-        self._comm = comm
+        self.comm = comm
         self._reproducible = reproducible
 
     @classmethod
@@ -96,11 +115,11 @@ class NcclLink(DeviceLink):
         Collective, also for ranks of no color, which get None. If this NCCL is too old to split,
         all ranks get None, and `open` makes a new link.
         """
-        child = self._comm.split(color, key)
+        child = self.comm.split(color, key)
         if child is None:
             return None
         try:
-            yield _Operation(self._comm)
+            yield _Operation(self.comm)
             if color is None:
                 return None
             yield _Operation(child)
@@ -109,7 +128,7 @@ class NcclLink(DeviceLink):
             return type(self)(child, memory, *child.place(), reproducible=self._reproducible)
         except BaseException:
             # The split is an operation of the old communicator.
-            self._comm.abort()
+            self.comm.abort()
             child.abort()
             raise
 
@@ -177,8 +196,8 @@ class NcclLink(DeviceLink):
     def _start(self, calls: Sequence[Call], *buffers: DeviceBuffer) -> Handle:
         if not calls:
             return Nothing()
-        self._comm.issue(calls, self.memory.stream, *buffers)
-        return _Operation(self._comm)
+        self.comm.issue(calls, self.memory.stream, *buffers)
+        return _Operation(self.comm)
 
     # Reductions
 
@@ -195,22 +214,40 @@ class NcclLink(DeviceLink):
         )  # fmt: skip
         return self._start([reduce] if len(parts) else [], source, target)
 
+    def operation(self, name: str, op: str, dtype: DType, count: int) -> Operation | None:
+        """Return the one operation that a collective of so many elements is, if it is one.
+
+        `op` is that of a reduction.
+        """
+        nbytes = count * dtype.itemsize
+        gather = Operation(dtype, op, nbytes, nbytes, UINT8, -1, folds=name == "allreduce")
+        if name == "allgather":
+            return gather if fit(nbytes * self.size) else None
+        algorithm = select(self, op, dtype, nbytes)
+        if algorithm is Algorithm.NATIVE:
+            part = _part(dtype)
+            kind, parts = BY_DTYPE[part].nccl, nbytes // part.itemsize
+            assert kind is not None
+            return Operation(dtype, op, nbytes, parts, kind, _OPS[op], folds=False)
+        few = algorithm is Algorithm.GATHER and self.size <= FEW_ROWS
+        return gather if few else None
+
     # The end of the link
 
     def error(self) -> TransportError | None:
         """Return NCCL's error, if any, also one between devices after a call has returned."""
-        return self._comm.error()
+        return self.comm.error()
 
     def abort(self) -> None:
         """End the link and its work at once; may be called again, by any thread.
 
         Every rank has to call it; no rank waits for the others. Unfinished results are undefined.
         """
-        self._comm.abort()
+        self.comm.abort()
 
     def close(self) -> None:
         """Release the link; collective. Abort it if the other ranks do not come within seconds."""
-        self._comm.close()
+        self.comm.close()
 
 
 def lets_share() -> bool:

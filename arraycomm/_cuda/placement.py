@@ -41,10 +41,7 @@ class Streams(Protocol):
 
 
 def run_within(
-    here: Callable[[], AbstractContextManager[None]],
-    steps: Steps,
-    *,
-    ahead: bool = False,
+    here: Callable[[], AbstractContextManager[None]], steps: Steps, *, ahead: bool = False
 ) -> Steps:
     """Run steps that may run in any thread, each within `here`.
 
@@ -218,7 +215,7 @@ class DevicePlacement(HostPlacement):
 
     def run(self, steps: Steps) -> Steps:
         """Run the steps in the call's stream, after the link's work in other streams."""
-        return run_within(self.here, self._leaving(steps), ahead=self.link.async_check)
+        return run_within(self.here, self._leaving(steps), ahead=self.in_order)
 
     def _leaving(self, steps: Steps) -> Steps:
         """Run the steps; let the caller's frameworks continue after the work on the device."""

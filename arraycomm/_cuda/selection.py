@@ -10,8 +10,7 @@ from typing import Final
 from arraycomm._arrays.device_memory import DeviceMemory
 from arraycomm._cuda import device, kernels, libnccl
 from arraycomm._cuda.device import DeviceRequest
-from arraycomm._cuda.gpu_aware import gpu_aware
-from arraycomm._cuda.gpu_aware_link import GpuAwareMpiLink
+from arraycomm._cuda.gpu_aware import GpuAwareMpiLink, gpu_aware
 from arraycomm._cuda.link import LoneLink
 from arraycomm._cuda.link import Nothing as Nowhere
 from arraycomm._cuda.nccl_link import NcclLink, let_share, lets_share, refuse_sharing

@@ -9,6 +9,7 @@
 #include <Python.h>
 #include <stdint.h>
 
+#include "device.h"
 #include "ending.h"
 #include "exchange.h"
 #include "folds.h"
@@ -386,7 +387,7 @@ static int exec_module(PyObject *module)
 {
     use_level(level_count() - 1);
     if (PyModule_AddStringConstant(module, "sources", SOURCES)) return -1;
-    return add_nodes(module) || add_turns(module) || add_exchange(module) || add_leaves(module) || add_ending(module) ? -1 : 0;
+    return add_nodes(module) || add_turns(module) || add_exchange(module) || add_leaves(module) || add_ending(module) || add_device(module) ? -1 : 0;
 }
 
 static PyModuleDef_Slot slots[] = {

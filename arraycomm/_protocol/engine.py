@@ -145,6 +145,24 @@ class Engine:
         self.follower = Task(program)
         self.queue.insert(1 if self.queue else 0, self.follower)
 
+    def end_follower(self, is_over: Callable[[], bool]) -> bool:
+        """End what follows if `is_over`, and nothing else is outstanding; tell whether that is so.
+
+        It was to check what `is_over` has checked.
+        """
+        task = self.follower
+        if task is None or len(self.queue) != 1 or self.queue[0] is not task:
+            return False
+        with task.pushing:
+            if not task.finished:
+                if not is_over():
+                    return False
+                task.finish(None, None)
+        with self._driving:
+            if self.queue and self.queue[0] is task:
+                self.queue.pop(0)
+        return True
+
     def submit_message(
         self, program: Steps, site: str, watch: Watch, *, awaited: bool = False
     ) -> Task:

@@ -287,7 +287,7 @@ def test_a_fold_of_few_rows_ends_its_call(host, given_up, blocks, threads) -> No
     """It spoils the result of one that is given up, and says that the device has come there."""
     dtype, rows = np.dtype(np.float16), _rows(np.dtype(np.float16), 100, 3)
     out, whole = guarded(100, dtype, 0)
-    few = kernels.Few.of(dtype, _addresses(rows), out.ctypes.data, 100)
+    few, _ = kernels.few_of(dtype, _addresses(rows), out.ctypes.data, 100)
     words = np.array([given_up or 0, 5], np.uint32)
     if given_up is not None:
         few.given_up, few.word, few.number = words.ctypes.data, words.ctypes.data + 4, 7

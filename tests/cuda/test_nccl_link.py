@@ -28,7 +28,7 @@ from arraycomm import _folds
 from arraycomm._arrays.device_memory import DeviceBuffer
 from arraycomm._cuda import device, libnccl
 from arraycomm._cuda.device import CudaMemory
-from arraycomm._cuda.gpu_aware_link import GpuAwareMpiLink
+from arraycomm._cuda.gpu_aware import GpuAwareMpiLink
 from arraycomm._cuda.libnccl import Comm, Library
 from arraycomm._cuda.nccl_link import NcclLink, refuse_sharing
 from arraycomm._cuda.staged_link import HostStagedLink
@@ -509,7 +509,7 @@ def test_an_abort_does_not_wait_for_cuda(monkeypatch: pytest.MonkeyPatch) -> Non
         leave.wait(20)
         yield
 
-    monkeypatch.setattr(link._comm._library, "current", hanging)
+    monkeypatch.setattr(link.comm._library, "current", hanging)
     assert link.error() is None
     link.abort()
     wait_for_abort(nccl)
@@ -518,7 +518,7 @@ def test_an_abort_does_not_wait_for_cuda(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_an_error_is_not_waited_for_while_a_thread_is_in_nccl() -> None:
     link, _, _ = stuck()
-    with link._comm._using:
+    with link.comm._using:
         began = time.monotonic()
         assert link.error() is None
         assert time.monotonic() - began < 1

@@ -11,6 +11,7 @@ _AGREEMENT: Final = "arraycomm/_protocol/agreement.py"
 _GROUPS: Final = "arraycomm/_collectives/groups.py"
 _MPI: Final = "arraycomm/_transports/mpi/transport.py"
 
+_PROGRAMS: Final = ("programs_are_right_or_end_in_an_error_in_time",)
 _DISAGREEMENT: Final = ("disagreement_is_an_error_on_every_rank",)
 _WRONG: Final = ("wrong_argument_is_an_error_on_every_rank",)
 
@@ -28,6 +29,24 @@ HEADERS: Final = (
         "    return digest(signature.operation, signature.op, signature.root)",
         "    return digest(signature.operation, signature.root)",
         _DISAGREEMENT,
+    ),
+    Fault(
+        "header ahead: a prepared call on devices does not look at the header of the call before",
+        "arraycomm/_collectives/fast_path.py",
+        "                return bool(exchange.finish(None))",
+        "                return True",
+        _PROGRAMS,
+        run="properties/test_device_laws.py",
+        compiled=True,
+    ),
+    Fault(
+        "number of a call given up: a prepared call on devices does not spoil its result",
+        "arraycomm/_cuda/prepared.py",
+        "            argument.given_up, argument.word = given_up, number",
+        "            argument.word = number",
+        _PROGRAMS,
+        run="properties/test_device_laws.py",
+        compiled=True,
     ),
     Fault(
         "root not compared: headers are alike if roots differ",

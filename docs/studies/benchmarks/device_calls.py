@@ -128,7 +128,13 @@ def _torch() -> Any:
     def giving(value: Any) -> Callable[..., Any]:
         return lambda *_, **__: value
 
-    methods = {"numel": 2, "storage_offset": 0, "is_contiguous": True, "stride": (1,)}
+    methods = {
+        "get_device": 0,
+        "numel": 2,
+        "storage_offset": 0,
+        "is_contiguous": True,
+        "stride": (1,),
+    }
     methods |= {"is_conj": False, "is_neg": False}
     for name, value in methods.items():
         setattr(Tensor, name, giving(value))

@@ -5,8 +5,9 @@ from __future__ import annotations
 import ctypes
 import itertools
 import json
+import traceback
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cached_property
 from types import SimpleNamespace
 from typing import Any, Final, NamedTuple
 
@@ -21,6 +22,57 @@ from arraycomm._dtypes import BY_NAME
 _BYTE: Final = np.dtype(np.uint8)
 
 
+# What functions take that C calls by their addresses: of a library in software, ctypes calls the others.
+_IN_C: Final = {
+    "cuCtxGetCurrent": "p",
+    "cuStreamIsCapturing": "pp",
+    "cuStreamWriteValue32_v2": "ppii",
+    "cuLaunchKernel": "piiiiiiippp",
+    "cuEventRecord": "pp",
+    "ncclGroupStart": "",
+    "ncclGroupEnd": "",
+    "ncclAllGather": "pppipp",
+    "ncclAllReduce": "pppiipp",
+    "ncclCommGetAsyncError": "pp",
+}
+_KINDS: Final = {"p": ctypes.c_size_t, "i": ctypes.c_uint}
+# Where these get an address to write to, and where a communicator.
+_OUT: Final = {"cuCtxGetCurrent": 0, "cuStreamIsCapturing": 1, "ncclCommGetAsyncError": 1}
+_COMM: Final = {"ncclAllGather": 4, "ncclAllReduce": 5, "ncclCommGetAsyncError": 0}
+_RAISED: Final = 999
+
+
+class Function:
+    """A function of a library, to be called from Python and from C."""
+
+    def __init__(self, library: Library, name: str, function: Callable[..., Any]) -> None:
+        self._library, self._name, self._function = library, name, function
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self._library._call(self._name, self._function, *arguments)
+
+    @cached_property
+    def _as_parameter_(self) -> Any:
+        types = [_KINDS[kind] for kind in _IN_C[self._name]]
+        return ctypes.CFUNCTYPE(ctypes.c_int, *types)(self._from_c)
+
+    def _from_c(self, *arguments: Any) -> int:
+        given = list(arguments)
+        for places, of in ((_OUT, _written_at), (_COMM, ctypes.c_void_p)):
+            if self._name in places:
+                given[places[self._name]] = of(given[places[self._name]])
+        try:
+            return int(self(*given))
+        except Exception:
+            machine.fail(_RAISED, traceback.format_exc())
+            return _RAISED
+
+
+def _written_at(address: int) -> Any:
+    """Return what `byref` would have of an int at an address, or of a handle, of which C looks at the beginning."""
+    return SimpleNamespace(_obj=ctypes.c_int.from_address(address))
+
+
 class Library:
     """A library as ctypes shows it: functions by name, whose types may be set. `calls` tells which were called.
 
@@ -31,7 +83,7 @@ class Library:
         self.calls: list[str] = []
         self.fails: dict[str, int] = {}
         for name, function in functions.items():
-            setattr(self, name, partial(self._call, name, function))
+            setattr(self, name, Function(self, name, function))
 
     def __getitem__(self, name: str) -> Any:
         return getattr(self, name)
@@ -52,6 +104,9 @@ class Driver(Library):
                 "cuDeviceGetUuid_v2": self._uuid,
                 "cuDevicePrimaryCtxGetState": self._context_state,
                 "cuThreadExchangeStreamCaptureMode": self._exchange_capture_mode,
+                "cuCtxGetCurrent": self._current_context,
+                "cuStreamIsCapturing": self._in_context(self._is_capturing),
+                "cuEventRecord": self._in_context(self._record),
                 "cuEventQuery": self._in_context(machine.query),
                 "cuStreamWriteValue32_v2": self._in_context(self._write),
                 "cuLaunchKernel": self._in_context(self._launch),
@@ -86,6 +141,21 @@ class Driver(Library):
     @staticmethod
     def _context_state(number: Any, _flags: Any, active: Any) -> int:
         active._obj.value = number.value in machine.contexts
+        return 0
+
+    @staticmethod
+    def _current_context(found: Any) -> int:
+        found._obj.value = machine.here.device + 1 if machine.here.bound else 0
+        return 0
+
+    @staticmethod
+    def _is_capturing(stream: int, found: Any) -> int:
+        found._obj.value = machine.stream(stream).capturing
+        return 0
+
+    @staticmethod
+    def _record(event: int, stream: int) -> int:
+        machine.record(event, stream)
         return 0
 
     def _exchange_capture_mode(self, mode: Any) -> int:
