@@ -177,8 +177,11 @@ def _keep_on_device(
     if paths.repeats is None or not paths.may_keep or not group.options.check or runner.guard:
         return
     op = rest[0] if operation is Allreduce else ""
-    may_have = operation is Allreduce or operation is Allgather
-    prepared = runner.placements.prepare(operation.name, op, x) if may_have else None
+    prepared: Any = None
+    if operation is Allreduce or operation is Allgather:
+        # What is wrong with that is no matter of the call which has just succeeded.
+        with suppress(Exception):
+            prepared = runner.placements.prepare(operation.name, op, x)
     if prepared is None or len(prepared.shape) > MAX_DIMS:
         # Arrays of other types may be on the host in the next call.
         if key[4][0] or type(x).__module__ == "cupy":
@@ -697,6 +700,9 @@ class AheadCall(Exchanged):
             try:
                 self._go_ahead(prepared, found)
             except BaseException as error:
+                if isinstance(error, TransportError) and self._group.deferred_error is not None:
+                    # Another thread has ended the group, and with it what this call was in.
+                    raise self._group.closed_error(self._signature.operation) from error
                 self.give_up(error)
                 raise
             self._calls += 1
