@@ -161,8 +161,8 @@ def test_shared_memory_does_not_matter(comm, drawn) -> None:
 @FEW
 @given_on_ranks(drawn=reducible_trees(), bucket_bytes=st.integers(1, 300))
 def test_buckets_do_not_matter(comm, drawn, bucket_bytes) -> None:
-    internals.forbid_segment(comm)
-    check_tree(comm, drawn, bucket_bytes=bucket_bytes)
+    with internals.forbid_segment(comm):
+        check_tree(comm, drawn, bucket_bytes=bucket_bytes)
 
 
 @pytest.mark.usefixtures("small_chunks")

@@ -104,8 +104,7 @@ def test_allreduce_folds_chunk_by_chunk(comm, count) -> None:
 @each_rank_of("several")
 def test_copies_go_on_while_mpi_has_a_chunk(comm, name) -> None:
     chunk = 1 << 20 if name == "allreduce" else CHUNK
-    with comm.dup() as apart:
-        internals.forbid_segment(apart)
+    with comm.dup() as apart, internals.forbid_segment(apart):
         pins = Pins()
         link, memory = _link(apart, pins, chunk)
         x = np.arange(9 * chunk // 4, dtype="float32") + comm.rank

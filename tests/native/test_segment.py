@@ -229,8 +229,8 @@ def test_a_chain_is_taken_if_it_sends_less_and_its_turns_take_less_than_that() -
 
 @each_rank_of(2)
 def test_ranks_without_shared_memory_do_without(comm: Communicator) -> None:
-    internals.forbid_segment(comm)
-    _check(comm)
+    with internals.forbid_segment(comm):
+        _check(comm)
 
 
 def test_copies_past_the_caches_are_copies_and_have_to_fit() -> None:

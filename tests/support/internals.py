@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,7 @@ from arraycomm._protocol.waits import clock, deadlock
 from arraycomm._protocol.waits.deadlock import WaitReports, WaitStatus
 from arraycomm._protocol.waits.progress import ProgressThread
 from arraycomm._protocol.waits.waiting import wait_for
+from arraycomm._reduce import chunks, selection
 from arraycomm._reduce import segment as segments
 from arraycomm._transports import control as channels
 from arraycomm._transports.base import Blocks, Handle, Transport
@@ -50,6 +52,20 @@ def set_slots(read: int, largest: int, messages: int) -> None:
     If they are few, small arrays go the ways of large ones as well.
     """
     channels._READ, channels._LARGEST, channels._MESSAGES = read, largest, messages
+
+
+def set_chunks(patch: pytest.MonkeyPatch, nbytes: int) -> None:
+    """Set how long chunks are, and in communicators made from now on pieces of messages between nodes."""
+    limits: dict[Any, dict[str, int]] = {
+        segments: {"_CHUNK_BYTES": nbytes},
+        selection: {"CHUNK_BYTES": nbytes},
+        chunks: {"_FOLDED": 1, "_LEAST_CHUNK": nbytes},
+    }
+    if pieces := sys.modules.get("arraycomm._transports.mpi.pieces"):
+        limits[pieces] = {"PIECE": nbytes // 4}
+    for module, values in limits.items():
+        for name, value in values.items():
+            patch.setattr(module, name, value)
 
 
 # A communicator of its own ---------------------------------------------------------------------
@@ -248,9 +264,21 @@ def segment(comm: Communicator) -> Any:
     return segments.opened(transport)
 
 
-def forbid_segment(comm: Communicator) -> None:
-    """Have trees and large arrays travel as messages, as between nodes."""
-    group_of(comm).transport.kept[segments.SharedSegment] = None
+@contextlib.contextmanager
+def forbid_segment(comm: Communicator) -> Iterator[None]:
+    """Have trees and large arrays travel as messages in the block, as between nodes.
+
+    Later tests get the same transport.
+    """
+    kept = group_of(comm).transport.kept
+    before = kept.pop(segments.SharedSegment, ...)
+    kept[segments.SharedSegment] = None
+    try:
+        yield
+    finally:
+        del kept[segments.SharedSegment]
+        if before is not ...:
+            kept[segments.SharedSegment] = before
 
 
 def fusion(plan: Any) -> Any:

@@ -89,7 +89,8 @@ def metrics(draw: st.DrawFn) -> tuple[Sealed[Any], Sealed[Any]]:
     count = draw(st.integers(0, 3))
     array = st.lists(number, min_size=count, max_size=count).map(np.array)
     values = st.tuples(number, st.integers(-100, 100), array)
-    weight = st.integers(0, 9) | st.floats(0, 2.0**10, width=32)
+    # Numbers of samples beyond the integers of float32, and the least of them beside the largest.
+    weight = st.integers(0, 9) | st.floats(0, 2.0**10) | st.integers(2**24, 2**40)
     return draw(sealed(ranked.per_rank(values))), draw(sealed(ranked.per_rank(weight)))
 
 

@@ -1,0 +1,299 @@
+"""A law of histories: calls made again, from other memory and in other ways, give what NumPy says.
+
+How much travels with a header, and how long chunks and pieces are, is drawn as well: a few kilobytes take every
+way that many megabytes do.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+import arraycomm as ac
+from arraycomm.testing import given
+from arraycomm.testing import strategies as ranked
+from arraycomm.testing._arrays.dtypes import dtype_of
+from arraycomm.testing._arrays.oracle import OPS, expected, family
+from arraycomm.testing._arrays.rank_values import rank_count
+from arraycomm.testing._ranks.rank_groups import RankGroup, lockstep_over
+from arraycomm.testing.conformance._checks import check_elements
+from properties.test_machine import LAUNCHED
+from tests.support import internals
+
+Array = np.ndarray[Any, Any]
+DTYPES: Final = ("bool", "int8", "int32", "int64", "float32", "float64", "complex64")
+# Bytes that a rank reads more of others' slots, the most of a slot, and those of all slots between nodes.
+SLOTS: Final = (internals.slots(), (0, 4 << 10, 4 << 10))
+torch: Any = "torch" in ranked.installed_frameworks() and importlib.import_module("torch")
+
+# For each call: how `x` and an `out` of this rank are passed, and what it gives, of all ranks' arrays.
+CALLS: Final[dict[str, tuple[Callable[..., Any], Callable[..., Any]]]] = {
+    "allreduce": (lambda c: (c.op,), lambda c, rows, rank: expected(rows, c.op)),
+    "reduce": (
+        lambda c: (c.op, c.root),
+        lambda c, rows, rank: expected(rows, c.op) if rank == c.root else None,
+    ),
+    "scan": (lambda c: (c.op,), lambda c, rows, rank: expected(rows[: rank + 1], c.op)),
+    "exscan": (
+        lambda c: (c.op,),
+        lambda c, rows, rank: expected(rows[:rank], c.op) if rank else None,
+    ),
+    "reduce_scatter": (lambda c: (c.op,), lambda c, rows, rank: expected(rows, c.op)[rank]),
+    "bcast": (lambda c: (c.root,), lambda c, rows, rank: rows[c.root]),
+    "allgather": (lambda c: (), lambda c, rows, rank: np.stack(rows)),
+    "allgatherv": (lambda c: (), lambda c, rows, rank: np.concatenate(rows)),
+    "gather": (
+        lambda c: (c.root,),
+        lambda c, rows, rank: np.stack(rows) if rank == c.root else None,
+    ),
+    "scatter": (lambda c: (c.root,), lambda c, rows, rank: rows[c.root][rank]),
+    "alltoall": (lambda c: (), lambda c, rows, rank: np.stack([row[rank] for row in rows])),
+    "plan": (lambda c: (c.op,), lambda c, rows, rank: expected(rows, c.op)),
+    "tree": (lambda c: (c.op,), lambda c, rows, rank: expected(rows, c.op)),
+}
+TREES: Final = ("plan", "tree")
+
+
+class Subject(NamedTuple):
+    """A call that is made again and again, of arrays that have a row of `count` elements for each rank."""
+
+    name: str
+    dtype: str
+    op: str
+    count: int
+    root: int
+
+
+class Turn(NamedTuple):
+    """How a subject is called `times` times; arrays lie as `place` says on rank `unusual`, or on all if it is none."""
+
+    subject: int
+    times: int
+    way: str
+    place: str
+    unusual: int
+    # How far `out` begins behind `x`, in eighths of its length, and elements.
+    eighths: int
+    elements: int
+    tensors: bool
+
+
+class History(NamedTuple):
+    """Subjects and turns, and the limits by which ways are chosen."""
+
+    slots: tuple[int, int, int]
+    chunk: int
+    check: bool
+    subjects: list[Subject]
+    turns: list[Turn]
+
+
+@st.composite
+def subjects(draw: st.DrawFn, chunk: int) -> Subject:
+    """Draw a call of a few elements, or of up to nine chunks and one element more or less."""
+    dtype, chunks = draw(st.sampled_from(DTYPES)), draw(st.integers(0, 9))
+    row = dtype_of(dtype).itemsize * rank_count()
+    count = max(chunks * chunk // row + draw(st.integers(-1, 3)), 0)
+    op = draw(st.sampled_from(OPS[family(dtype_of(dtype))]))
+    name = draw(st.sampled_from(sorted(CALLS)))
+    return Subject(name, dtype, op, count, draw(ranked.roots()))
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> History:
+    chunk = draw(st.sampled_from((1 << 10, 4 << 10)))
+    called = draw(st.lists(subjects(chunk), min_size=1, max_size=3))
+    turn = st.builds(
+        Turn,
+        subject=st.integers(0, len(called) - 1),
+        times=st.integers(1, 4),
+        way=st.sampled_from(("call", "call", "full", "wait", "late", "refused", "others")),
+        place=st.sampled_from(("new", "out", "shifted", "shifted", "sliced", "into", "odd")),
+        unusual=st.integers(-1, rank_count() - 1),
+        eighths=st.integers(-8, 8),
+        elements=st.integers(-1, 1),
+        tensors=st.booleans() if torch else st.just(False),
+    )
+    turns = draw(st.lists(turn, min_size=3, max_size=12))
+    return History(draw(st.sampled_from(SLOTS)), chunk, draw(st.booleans()), called, turns)
+
+
+class Player:
+    """One rank's part in a history."""
+
+    def __init__(self, comm: ac.Communicator, history: History) -> None:
+        self.history, self.parent = history, comm
+        internals.set_slots(*history.slots)
+        self.comm = comm.dup(check=history.check)
+        comm.barrier()
+        internals.set_slots(*SLOTS[0])
+        self.rank, self.size = comm.rank, comm.size
+        self.plans: dict[int, Any] = {}
+        self.memory: dict[int, Array] = {}
+        # Requests with what they give, and results that stay as they are.
+        self.late: list[tuple[Any, Array | None, Subject]] = []
+        self.kept: list[tuple[Array, Array, Subject]] = []
+
+    def play(self) -> None:
+        made = 0
+        for turn in self.history.turns:
+            for _ in range(turn.times):
+                made += 1
+                self.take(turn, made)
+        self.settle()
+        for got, want, subject in self.kept:
+            check_elements(got, want, subject.op)
+
+    def take(self, turn: Turn, number: int) -> None:
+        subject = self.history.subjects[turn.subject]
+        rows = [self.values(subject, number, rank) for rank in range(self.size)]
+        want = CALLS[subject.name][1](subject, rows, self.rank)
+        if turn.way == "others":
+            self.use_others()
+        if turn.way == "refused" and self.history.check:
+            self.refuse(turn, subject, rows[self.rank])
+        unusual = turn.unusual in (self.rank, -1)
+        place = turn.place if unusual and subject.name not in TREES else "new"
+        x, out = self.placed(place, turn, rows[self.rank], want)
+        passed = [ranked_as(each, turn.tensors) for each in (x, out)]
+        if turn.way in ("wait", "late") and subject.name not in TREES:
+            request = self.begin(f"i{subject.name}", subject, *passed)
+            if turn.way == "late" and place == "new":
+                self.late.append((request, want, subject))
+                return
+            got = request.wait()
+        else:
+            limit = {"timeout": 60.0} if turn.way == "full" else {}
+            got = self.call(turn.subject, subject, *passed, **limit)
+        assert out is None or got is passed[1]
+        self.check(got, want, subject, stays=place != "shifted")
+        if place != "shifted":
+            # Nobody reads it any more.
+            x.flags.writeable = True
+            x[...] = 1
+
+    def values(self, subject: Subject, number: int, rank: int) -> Array:
+        """Return what a rank has in a turn."""
+        seeded = np.random.default_rng((number, rank, subject.count))
+        drawn = seeded.integers(-99, 99, (self.size, subject.count))
+        return (drawn > 0 if subject.dtype == "bool" else drawn / 3).astype(subject.dtype)
+
+    def placed(
+        self, place: str, turn: Turn, x: Array, want: Array | None
+    ) -> tuple[Array, Array | None]:
+        """Return the array in other memory, and memory for the result."""
+        if place == "sliced":
+            return np.repeat(x, 2, axis=1)[:, ::2], None
+        if place == "odd":
+            odd = np.empty(x.nbytes + 1, np.uint8)[1:].view(x.dtype).reshape(x.shape)
+            odd[...] = x
+            odd.flags.writeable = False
+            return odd, None
+        if want is None or place == "new":
+            return x.copy(), None
+        if place == "into":
+            return x.copy(), np.zeros((*want.shape, 2), want.dtype)[..., 0]
+        if place == "out":
+            return x.copy(), np.zeros_like(want)
+        # In memory that is used again in the turns that follow.
+        n, m = x.size, want.size
+        shift = min(max(max(n, m) * turn.eighths // 8 + turn.elements, -m), n)
+        memory = self.memory.setdefault(turn.subject, np.zeros(n + 2 * m, x.dtype))
+        own = memory[m : m + n].reshape(x.shape)
+        own[...] = x
+        return own, memory[m + shift : 2 * m + shift].reshape(want.shape)
+
+    def begin(self, name: str, subject: Subject, x: Any, out: Any) -> Any:
+        passed = None if subject.name == "scatter" and self.rank != subject.root else x
+        return getattr(self.comm, name)(passed, *CALLS[subject.name][0](subject), out=out)
+
+    def call(self, number: int, subject: Subject, x: Any, out: Any, **limit: float) -> Any:
+        if subject.name == "tree":
+            return ac.allreduce_tree([x], subject.op, comm=self.comm, **limit)[0]
+        if subject.name != "plan":
+            passed = None if subject.name == "scatter" and self.rank != subject.root else x
+            arguments = CALLS[subject.name][0](subject)
+            return getattr(self.comm, subject.name)(passed, *arguments, out=out, **limit)
+        if number not in self.plans:
+            self.plans[number] = self.comm.plan([x], subject.op)
+        return self.plans[number]([x], **limit)[0]
+
+    def refuse(self, turn: Turn, subject: Subject, x: Array) -> None:
+        """Pass on one rank what is not like the others', or no array."""
+        wrong: Any = self.rank == subject.root
+        of_plan = subject.name == "plan" and turn.subject in self.plans
+        other = np.ones((self.size, subject.count + 1), x.dtype) if of_plan else object()
+        with pytest.raises((TypeError, ValueError) if wrong else ac.PeerError):
+            self.call(turn.subject, subject, other if wrong else x.copy(), None)
+
+    def use_others(self) -> None:
+        """Make two more communicators, and drop them in another order on each rank."""
+        others = [self.parent.dup(), self.parent.dup()]
+        for _ in range(3):
+            for number, other in enumerate(others):
+                x = np.full(3000, self.rank + number)
+                assert (other.allreduce(x) == sum(range(self.size)) + self.size * number).all()
+        del other
+        others.pop(self.rank % 2)
+
+    def settle(self) -> None:
+        """Wait for all requests, in another order on each rank."""
+        while self.late:
+            request, want, subject = self.late.pop(self.rank % 2 - 1)
+            self.check(request.wait(), want, subject)
+
+    def check(self, got: Any, want: Array | None, subject: Subject, *, stays: bool = True) -> None:
+        assert (got is None) == (want is None), subject
+        if want is not None:
+            found = np.asarray(got)
+            check_elements(found, want, subject.op)
+            self.kept += [(found, want, subject)] * stays
+
+
+def ranked_as(array: Array | None, tensor: bool) -> Any:
+    """Return an array, or a tensor of its memory if there can be one."""
+    if tensor and array is not None and array.flags.writeable:
+        with suppress(ValueError):
+            return torch.from_numpy(array)
+    return array
+
+
+@pytest.fixture(scope="module")
+def patch() -> Iterator[pytest.MonkeyPatch]:
+    """Take limits back once all examples are over."""
+    with pytest.MonkeyPatch.context() as patch:
+        yield patch
+
+
+class Histories:
+    """Subclasses say over what."""
+
+    @given(history=histories(), timeout=60.0)
+    def test_calls_made_again_give_what_numpy_says(
+        self, comm: ac.Communicator, history: History, patch: pytest.MonkeyPatch
+    ) -> None:
+        internals.set_chunks(patch, history.chunk)
+        Player(comm, history).play()
+
+
+if LAUNCHED:
+    from properties.test_laws import over_mpi
+
+    class TestSharedMemory(Histories):
+        def _group(self) -> RankGroup:
+            return lockstep_over(over_mpi(share=True))
+
+    class TestMessages(Histories):
+        def _group(self) -> RankGroup:
+            return lockstep_over(over_mpi(share=False))
+
+else:
+
+    class TestThreads(Histories):
+        pass
