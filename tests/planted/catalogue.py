@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Final
 
-from tests.planted import arguments, collectives, protocol, training, trees
+from tests.planted import arguments, collectives, histories, protocol, training, trees
 from tests.planted.fault import Fault
 
 # The headings of the table, and what comes under each.
 CATALOGUE: Final[dict[str, tuple[Fault, ...]]] = {
     "Folds": collectives.FOLDS,
+    "Histories": histories.HISTORIES,
     "Algorithms": collectives.ALGORITHMS,
     "Arrays and results": collectives.ARRAYS,
     "Messages, requests and objects": collectives.MESSAGES,

@@ -24,7 +24,7 @@ class Fault:
     laws : tuple of str
         The tests that are tried first; all others follow if they pass.
     run : str
-        Where: "threads", "mpi" for what only processes show, or the files of tests.
+        Where: "threads", "mpi" for what only processes show, with or without files, or the files of tests.
     frameworks : bool
         Whether arrays of torch and JAX are drawn as well, not only NumPy's.
     compiled : bool

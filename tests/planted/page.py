@@ -29,7 +29,7 @@ A fault is caught if a law fails. A time limit that ends a run does not count.
 $ make planted
 ```
 
-Each run tries the laws that are named with the fault, with 30 examples each and then with 150. All other laws follow if these pass.
+Each run tries the laws that are named with the fault, with 25 examples each and then with 150. All other laws follow if these pass.
 The examples are the same in every run. A fault whose text the library no longer has is an error, also in the test suite.
 
 `python -m tests.planted --only 'NaN dropped'` plants one fault. `--all` runs every law on every fault; it prints for each law
@@ -100,7 +100,8 @@ def _by(fault: Fault, errors: Mapping[str, str]) -> str:
         return "**not caught**"
     first = [law for law in fault.laws if law in errors] or list(errors)
     said = ", ".join(f"{_words(law)}: {errors[law]}" for law in first[:2])
-    where = {"threads": "", "mpi": ", over MPI"}.get(fault.run, f", in `{fault.run}`")
+    place = {"threads": "", "mpi": ", over MPI"}
+    where = place.get(fault.run.partition(" ")[0], f", in `{fault.run}`")
     more = len(errors) - len(first[:2])
     return said + where + (f"; and {more} more" if more else "")
 

@@ -17,7 +17,7 @@ from tests.planted.fault import Fault
 from tests.planted.recorder import HIDDEN, RECORD
 
 # Examples of the laws that are named with a fault, few at first, and of all.
-_NAMED: Final = (30, 150)
+_NAMED: Final = (25, 150)
 _ALL: Final = 15
 _SECONDS: Final = {"first": 300.0, "all": 900.0}
 _RANKS: Final = 3
@@ -109,9 +109,9 @@ def _run(copy: Copy, fault: Fault, laws: Sequence[str], examples: int, *, first:
         RECORD: str(record),
         **plain,
     }
-    if fault.run == "mpi":
+    if fault.run.startswith("mpi"):
         launcher = str(Path(sys.executable).with_name("mpiexec"))
-        command = [launcher, "-n", str(_RANKS), *command, _SUITE]
+        command = [launcher, "-n", str(_RANKS), *command, *(fault.run.split()[1:] or [_SUITE])]
     else:
         command += _files(copy, laws) if fault.run == "threads" else fault.run.split()
     hung, said = _wait(command, environment, copy.folder, _SECONDS["first" if first else "all"])

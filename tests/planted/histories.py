@@ -1,0 +1,83 @@
+"""Faults that show in calls made again, from other memory, of other sizes, or after other calls."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from tests.planted.fault import Fault
+
+_FAST: Final = "arraycomm/_collectives/fast_path.py"
+_AGAIN: Final = ("calls_made_again_give_what_numpy_says",)
+_MPI: Final = "mpi properties/test_history_laws.py"
+
+HISTORIES: Final = (
+    Fault(
+        "overlap not looked at: a large array that is reduced again is written over what is not read yet",
+        _FAST,
+        "            and (out is x or not np.may_share_memory(x, out))\n",
+        "",
+        _AGAIN,
+        compiled=True,
+    ),
+    Fault(
+        "first axis only: the native part takes leaves that have a plan's first axis for the plan's",
+        "arraycomm/_native/leaves.c",
+        "    for (int axis = 0; axis < buffer->ndim; ++axis)\n        if (PyLong_AsSsize_t(PyTuple_GetItem(shape",
+        "    for (int axis = 0; axis < (buffer->ndim > 0); ++axis)\n        if (PyLong_AsSsize_t(PyTuple_GetItem(shape",
+        _AGAIN,
+    ),
+    Fault(
+        "weights of few digits: means of metrics have weights in float32",
+        "arraycomm/_training/metrics.py",
+        "        local = check_weight(weight)\n",
+        "        local = float(np.float32(check_weight(weight)))\n",
+        ("metrics_are_means_by_weight",),
+    ),
+    Fault(
+        "last chunk taken from the first: the last chunk of a result is what was folded of another",
+        "arraycomm/_native/chunks.c",
+        "(number + 1) % (size_t)chunks->folded_count)",
+        "(number + (number < 7)) % (size_t)chunks->folded_count)",
+        _AGAIN,
+    ),
+    Fault(
+        "fifth chunk over the first: a chunk is published where the one before the last lies",
+        "arraycomm/_native/chunks.c",
+        "    const size_t row = ((size_t)chunks->first_row + number) % (size_t)chunks->row_count;",
+        "    const size_t row = ((size_t)chunks->first_row + number) % (number > 4 ? 1 : (size_t)chunks->row_count);",
+        _AGAIN,
+    ),
+    Fault(
+        "sixth chunk left out: of more than five chunks without a segment, the sixth is not folded",
+        "arraycomm/_reduce/chunks.py",
+        "        yield begun.pop(0)\n        fold(number)\n",
+        "        yield begun.pop(0)\n        if number != 5:\n            fold(number)\n",
+        _AGAIN,
+        run=_MPI,
+    ),
+    Fault(
+        "request from the end: a prepared request sends the elements from the last to the first",
+        _FAST,
+        "        exchange.post(own if self._sends is None or own.flags.c_contiguous else own.copy())\n",
+        "        exchange.post(own if self._sends is None else own.reshape(-1)[::-1].copy())\n",
+        _AGAIN,
+        compiled=True,
+    ),
+    Fault(
+        "out of another stride: a prepared call writes into an `out` with gaps as if it had none",
+        _FAST,
+        "        fits = type(out) is np.ndarray and (out.dtype, out.shape) == gets and out.flags.carray\n",
+        "        fits = type(out) is np.ndarray and (out.dtype, out.shape) == gets\n",
+        _AGAIN,
+        compiled=True,
+    ),
+    Fault(
+        "piece of the middle: of messages in more than three pieces the third is sent twice",
+        "arraycomm/_transports/mpi/pieces.py",
+        "    return [memory[i:j] for i, j in zip(bounds, [*bounds[1:], len(memory)], strict=True)]",
+        "    bounds[3:4] = bounds[2:3] if count > 3 else bounds[3:4]\n"
+        "    return [memory[i:j] for i, j in zip(bounds, [*bounds[1:], len(memory)], strict=True)]",
+        _AGAIN,
+        run=_MPI,
+    ),
+)
