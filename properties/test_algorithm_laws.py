@@ -104,21 +104,6 @@ def test_way_does_not_matter(comm, reduction, way, root) -> None:
         assert [result.size for result in results] == [0, 0, 0]
 
 
-@given(reduction=reductions_of_rows(), root=ranked.roots(), other=ranked.roots())
-def test_calls_that_repeat_give_what_they_give_once(comm, reduction, root, other) -> None:
-    """A call like those before is prepared, with other data; one with a limit is made in full."""
-    for turn in range(4):
-        # In between there is one of another root.
-        to = other if turn == 2 else root
-        x = reduction.arrays.build((comm.rank + turn) % comm.size)
-        for name, args in arguments_of_collectives(comm, x, reduction.op, to).items():
-            got, want = getattr(comm, name)(*args), getattr(comm, name)(*args, timeout=60)
-            assert type(got) is type(want), name
-            if want is not None:
-                check_elements(elements_of(got), elements_of(want), reduction.op)
-        comm.barrier()
-
-
 @given(
     reduction=reductions_of_rows(),
     root=ranked.roots(),

@@ -358,7 +358,7 @@ ARRAYS: Final = (
         _FAST,
         "            place=share.part * part,",
         "            place=0,",
-        ("calls_that_repeat_give_what_they_give_once",),
+        ("calls_made_again_give_what_numpy_says",),
         compiled=True,
     ),
     Fault(
@@ -375,7 +375,7 @@ ARRAYS: Final = (
         _FAST,
         "            return target if deliver is None else deliver()",
         "            return target",
-        ("requests_that_repeat_give_what_blocking_calls_give",),
+        ("calls_made_again_give_what_numpy_says",),
         frameworks=True,
         compiled=True,
     ),

@@ -72,11 +72,11 @@ HISTORIES: Final = (
         compiled=True,
     ),
     Fault(
-        "piece of the middle: of messages in more than three pieces the third is sent twice",
+        "piece of the middle: of messages in more than three pieces the third is left out",
         "arraycomm/_transports/mpi/pieces.py",
         "    return [memory[i:j] for i, j in zip(bounds, [*bounds[1:], len(memory)], strict=True)]",
-        "    bounds[3:4] = bounds[2:3] if count > 3 else bounds[3:4]\n"
-        "    return [memory[i:j] for i, j in zip(bounds, [*bounds[1:], len(memory)], strict=True)]",
+        "    pieces = [memory[i:j] for i, j in zip(bounds, [*bounds[1:], len(memory)], strict=True)]\n"
+        "    return [*pieces[:2], *pieces[1:2], *pieces[3:]] if count > 3 else pieces",
         _AGAIN,
         run=_MPI,
     ),

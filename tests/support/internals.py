@@ -54,18 +54,31 @@ def set_slots(read: int, largest: int, messages: int) -> None:
     channels._READ, channels._LARGEST, channels._MESSAGES = read, largest, messages
 
 
-def set_chunks(patch: pytest.MonkeyPatch, nbytes: int) -> None:
-    """Set how long chunks are, and in communicators made from now on pieces of messages between nodes."""
-    limits: dict[Any, dict[str, int]] = {
-        segments: {"_CHUNK_BYTES": nbytes},
-        selection: {"CHUNK_BYTES": nbytes},
-        chunks: {"_FOLDED": 1, "_LEAST_CHUNK": nbytes},
-    }
+# By module and name, what the block below changes, as it was before.
+_usual: dict[tuple[Any, str], int] = {}
+
+
+@contextlib.contextmanager
+def small_limits(comm: Communicator, slots: tuple[int, int, int], chunk: int) -> Iterator[None]:
+    """Have small slots, chunks and pieces in the block, which all ranks enter and leave together."""
+    changed = dict(
+        zip([(channels, n) for n in ("_READ", "_LARGEST", "_MESSAGES")], slots, strict=True)
+    )
+    changed |= {(segments, "_CHUNK_BYTES"): chunk, (selection, "CHUNK_BYTES"): chunk}
+    changed |= {(chunks, "_FOLDED"): 1, (chunks, "_LEAST_CHUNK"): chunk}
     if pieces := sys.modules.get("arraycomm._transports.mpi.pieces"):
-        limits[pieces] = {"PIECE": nbytes // 4}
-    for module, values in limits.items():
-        for name, value in values.items():
-            patch.setattr(module, name, value)
+        changed[pieces, "PIECE"] = chunk // 4
+    # Ranks may be threads, which have them in common.
+    before = {place: _usual.setdefault(place, getattr(*place)) for place in changed}
+    comm.barrier()
+    try:
+        for place, value in changed.items():
+            setattr(*place, value)
+        yield
+        comm.barrier()
+    finally:
+        for place, value in before.items():
+            setattr(*place, value)
 
 
 # A communicator of its own ---------------------------------------------------------------------
