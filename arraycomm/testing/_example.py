@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple, Protocol
 
 from arraycomm._communicator import Communicator
+from arraycomm.testing._arrays.array_case import ArrayCase
 from arraycomm.testing._arrays.rank_values import set_rank_count
 from arraycomm.testing._hypothesis import Record, recording
 from arraycomm.testing._internals import bcast_from_root
@@ -32,6 +34,14 @@ class Example(NamedTuple):
     timeout: float
     # The call of the test, for reports.
     call: str
+    # Those of the arrays that were drawn so far.
+    frameworks: list[str]
+
+
+@cache
+def import_framework(name: str) -> None:
+    """Make a first array of a framework: others may not wait in an example for that long."""
+    ArrayCase("int8", (1,), framework=name).build()
 
 
 class RankData:

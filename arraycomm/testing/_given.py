@@ -16,6 +16,8 @@ import hypothesis
 from hypothesis import strategies as st
 
 from arraycomm._errors import CommTimeoutError
+from arraycomm.testing._arrays.array_case import DRAWN
+from arraycomm.testing._arrays.frameworks import installed_frameworks
 from arraycomm.testing._arrays.rank_values import set_rank_count
 from arraycomm.testing._example import Example
 from arraycomm.testing._failures import first_failure
@@ -243,6 +245,7 @@ class _Given:
         example = Example(
             *(ranks, dump(drawn), tuple(data), should_note(), run.timeout),
             f"{self.test.__name__}({words})"[:_LONG],
+            sorted(DRAWN.intersection(installed_frameworks())),
         )
         set_rank_count(ranks)
         started = time.monotonic()

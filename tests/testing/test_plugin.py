@@ -623,6 +623,40 @@ def test_what_cannot_be_is_refused(tmp_path) -> None:
     assert "--reruns cannot be used under mpiexec" in job.stderr
 
 
+# As pytest-randomly and pytest-rerunfailures begin.
+OTHERS = """
+import random
+
+def pytest_addoption(parser):
+    parser.addoption("--randomly-seed", type=int)
+    parser.addoption("--reruns", type=int)
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "flaky: of pytest-rerunfailures")
+    config.option.randomly_seed = random.Random().getrandbits(32)
+"""
+SEEDED = """
+import pytest
+
+def test_seed(comm, request):
+    assert len(set(comm.allgather_object(request.config.option.randomly_seed))) == 1
+"""
+AGAIN = "@pytest.mark.flaky(reruns=2)\ndef test_again(comm): pass\n"
+
+
+@needs_mpiexec
+def test_ranks_have_one_seed_and_none_runs_a_test_again(tmp_path) -> None:
+    (tmp_path / "others.py").write_text(OTHERS)
+    (tmp_path / "test_it.py").write_text(SEEDED + AGAIN)
+    command = ("-m", "pytest", *ELSEWHERE, "-p", "others", "test_it.py")
+    assert (
+        "1 passed, 1 deselected"
+        in run_python(*command, "-m", "not flaky", ranks=2, cwd=tmp_path).stdout
+    )
+    said = run_python(*command, ranks=2, cwd=tmp_path).stderr
+    assert "the marker flaky of test_it.py::test_again cannot be used under mpiexec" in said
+
+
 COVERED = """
 def test_covered(comm):
     if comm.rank == 1:

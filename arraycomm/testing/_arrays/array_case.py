@@ -22,6 +22,10 @@ class _Printer(Protocol):
     def text(self, text: str) -> None: ...
 
 
+# The frameworks of the arrays that this process has described, and not only got from rank 0.
+DRAWN: set[str] = set()
+
+
 @dataclass(frozen=True, slots=True, repr=False)
 class ArrayCase:
     """An array as it is drawn: a description, from which each rank builds the array.
@@ -69,7 +73,7 @@ class ArrayCase:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_among(self.framework, FRAMEWORKS, "framework")
+        DRAWN.add(check_among(self.framework, FRAMEWORKS, "framework"))
         check_among(self.layout, LAYOUTS, "layout")
         if self.layout not in layouts_in_principle(self.framework, dtype_of(self.dtype)):
             raise ValueError(

@@ -20,7 +20,7 @@ from arraycomm._communicator import Communicator
 from arraycomm._errors import CommTimeoutError, MismatchError
 from arraycomm._protocol.mismatch import name_ranks
 from arraycomm._transports.base import Transport
-from arraycomm.testing._example import Draw, Example, Part, Test, play
+from arraycomm.testing._example import Draw, Example, Part, Test, import_framework, play
 from arraycomm.testing._failures import FOUND_BY_RANK_0, pack, unpack
 from arraycomm.testing._hypothesis import Record, deterministic_PRNG, uncaptured
 from arraycomm.testing._internals import (
@@ -68,6 +68,7 @@ class Lockstep:
         self._control = comm.dup(timeout=None, check=True)
         self._links = RankLinks(self._control)
         self._met: set[str] = set()
+        self._imported = {"numpy", "buffer", "dlpack"}
         self._own_stack = OwnStack()
         self._stacks: list[Address] = self._control.allgather_object(self._own_stack.address)
 
@@ -128,6 +129,7 @@ class Lockstep:
     def _take_part(
         self, example: Example, test: Test, draw: Draw | None
     ) -> tuple[Part | None, list[Ended]]:
+        self._import(example.frameworks)
         link = self._link(example.size)
         if link is None:
             ended = self._exchange(Ended(), example)
@@ -147,6 +149,15 @@ class Lockstep:
         self._ended()
         self._let_go(comm, example.size, ended)
         return part, ended
+
+    def _import(self, frameworks: list[str]) -> None:
+        """Import what the example needs, and wait until all ranks have."""
+        if self._imported.issuperset(frameworks):
+            return
+        for name in frameworks:
+            import_framework(name)
+        self._imported.update(frameworks)
+        self._control.barrier()
 
     def _exchange(self, ended: Ended, example: Example) -> list[Ended]:
         """Return how every rank has ended the example; if one does not, end the job.

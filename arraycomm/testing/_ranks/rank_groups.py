@@ -14,7 +14,7 @@ from arraycomm import _launch, _session
 from arraycomm._communicator import Communicator
 from arraycomm._transports.base import Transport
 from arraycomm._transports.threads import make_group
-from arraycomm.testing._example import Draw, Example, Part, Test, play
+from arraycomm.testing._example import Draw, Example, Part, Test, import_framework, play
 from arraycomm.testing._hypothesis import Record
 from arraycomm.testing._internals import communicator_over
 from arraycomm.testing._ranks.lockstep import Lockstep
@@ -62,6 +62,8 @@ class Threads:
         events: Events = queue.SimpleQueue()
         asking = None if draw is None else _from_another_thread(draw, events)
         records = [Record() for _ in range(example.size)]
+        for name in example.frameworks:
+            import_framework(name)
 
         def body(comm: Communicator) -> Any:
             return play(comm, example, test, asking, records[comm.rank])

@@ -64,6 +64,7 @@ from arraycomm.testing.pytest_plugin.selection import (
     names_of,
     without_rank,
 )
+from arraycomm.testing.pytest_plugin.start import refuse_reruns
 from arraycomm.testing.pytest_plugin.warned import Warned
 from arraycomm_pytest import fixtures_of, takes_comm
 
@@ -182,7 +183,13 @@ class InStep:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionstart(self) -> None:
-        """Begin to watch the ranks."""
+        """Begin to watch the ranks; let all of them have rank 0's seed of pytest-randomly."""
+        option = self._config.option
+        if hasattr(option, "randomly_seed"):
+            option.randomly_seed = self._exchange("the seed", option.randomly_seed)[0]
+            cache = getattr(self._config, "cache", None)
+            if self.rank == 0 and cache is not None:
+                cache.set("randomly_seed", option.randomly_seed)
         self._progress = Progress(self._job)
         self._limit = Limit(self._progress)
 
@@ -208,6 +215,7 @@ class InStep:
         """Run what rank 0 has chosen, in its order, if all ranks have collected the same tests."""
         before = dict(zip(names_of(items), items, strict=True))
         yield
+        refuse_reruns(items)
         names = {id(item): name for name, item in before.items()}
         chosen = [names[id(item)] for item in items if id(item) in names]
         collected = Collected(digest_of(list(before)), self._errors, chosen)
