@@ -91,14 +91,6 @@ def test_shares_of_reduce_scatter_in_many_chunks(comm: Communicator, limit, monk
     assert same_bits(got, expected(arrays, "mean")[start : start + counts[comm.rank]])
 
 
-@each_rank_of("few")
-def test_sizes_around_what_travels_with_the_header(comm: Communicator) -> None:
-    for name, payload, more in product(PARTS, (128, 32 << 10), (-8, 0, 8)):
-        arrays = inputs(np.float64, comm.size, (payload + more * comm.size) // 8 // comm.size)
-        got = getattr(comm, name)(arrays[comm.rank])
-        assert same(got, want(name, arrays, comm.rank, "sum"), "sum"), (name, payload, more)
-
-
 @each_rank_of(3, "torch")
 def test_subnormal_numbers_are_kept_in_threads_that_flush_them(comm: Communicator, torch) -> None:
     # The second of the small ones takes the fast path.

@@ -14,19 +14,6 @@ from tests.support.on_ranks import each_rank_of
 from tests.support.oracle import same_bits, sample
 
 
-@each_rank_of("few")
-def test_large_arrays_like_those_before_may_lie_otherwise(comm: Communicator) -> None:
-    """With gaps from the same place on, and with an `out` that overlaps them."""
-    count = 40_000
-    memory, out = np.empty(2 * count), np.empty(count)
-    x, strided, shifted = memory[:count], memory[::2], memory[1 : count + 1]
-    values = np.arange(float(count))
-    for source, into in ((x, out), (x, out), (x, out), (strided, out), (x, shifted), (x, x)):
-        source[...] = values + comm.rank
-        comm.allreduce(source, out=into)
-        assert (into == comm.size * values + sum(range(comm.size))).all()
-
-
 @pytest.mark.parametrize("odd", ["shape", "dtype", "op"])
 @each_rank_of(3)
 def test_one_rank_that_differs_after_large_calls_raises_on_all(comm: Communicator, odd) -> None:

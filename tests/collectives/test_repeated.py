@@ -15,7 +15,6 @@ from arraycomm._reduce import chunks, selection
 from arraycomm._transports.base import Transport
 from arraycomm.testing import run
 from tests.support import internals
-from tests.support.layouts import LAYOUTS
 from tests.support.on_ranks import OnRanks, each_rank_of
 
 # More elements than travel with a header.
@@ -55,42 +54,6 @@ def test_repeated_calls_are_counted(comm: ac.Communicator) -> None:
         comm.allreduce(own(comm.rank))
         stats = comm.stats()["allreduce"]
         assert (stats["calls"], stats["bytes"]) == (calls, calls * COUNT * 8)
-
-
-def _into(memory: Any, x: Any) -> Any:
-    memory[...] = x
-    return memory
-
-
-# Where x and out are, in memory for more than two of them.
-PLACES: dict[str, Callable[[Any, Any], tuple[Any, Any]]] = {
-    "whole": lambda x, memory: (x, memory[:COUNT]),
-    "in place": lambda x, memory: (_into(memory[:COUNT], x), memory[:COUNT]),
-    "overlapping": lambda x, memory: (_into(memory[:COUNT], x), memory[7 : COUNT + 7]),
-    "every other": lambda x, memory: (x, memory[: 2 * COUNT : 2]),
-    "strided": lambda x, memory: (_into(np.zeros(2 * COUNT)[::2], x), memory[:COUNT]),
-    "unaligned": lambda x, memory: (LAYOUTS["unaligned"](x), memory[:COUNT]),
-    "read-only": lambda x, memory: (LAYOUTS["read-only"](x), memory[:COUNT]),
-}
-
-
-@pytest.mark.parametrize("place", PLACES)
-@each_rank_of(3)
-def test_memory_of_each_kind_gives_the_same(
-    comm: ac.Communicator, place: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One rank alone, or all, have arrays of a kind for which there may be no fast path."""
-    # Results of one chunk are written before the next one is read.
-    monkeypatch.setattr(selection, "CHUNK_BYTES", 64 << 10)
-    warmed(comm)
-    memory = np.zeros(2 * COUNT + 8)
-    for turn, unusual in enumerate((0, comm.size - 1, comm.size)):
-        memory[...] = -1
-        where = place if comm.rank == unusual or unusual == comm.size else "whole"
-        x, out = PLACES[where](own(comm.rank, turn), memory)
-        assert comm.allreduce(x, out=out) is out
-        np.testing.assert_array_equal(out, total(comm.size, turn))
-        assert np.count_nonzero(memory == -1) >= COUNT + 1
 
 
 @pytest.mark.parametrize(

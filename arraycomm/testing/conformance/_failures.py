@@ -232,10 +232,11 @@ class FailureLaws:
         if name == "sendrecv":
             part.sendrecv(1, (comm.rank + 1) % comm.size, source, timeout=60.0)
             name = "recv"
+        calls = {"recv": (source, tag), "recv_object": (source, tag), "probe": (source, tag)}
         # One rank alone: another one's wait would end with the first that gives up.
         if comm.rank == receiver:
             with raises(CommTimeoutError) as caught:
-                getattr(part, name)(source, tag, timeout=0.05)
+                getattr(part, name)(*calls[name], timeout=0.05)
             assert f"from rank {source} with tag {tag}" in str(caught[0]), caught[0]
             with raises(CommunicatorClosedError):
                 part.barrier()

@@ -62,9 +62,9 @@ from arraycomm.testing.pytest_plugin.selection import (
     difference,
     digest_of,
     names_of,
+    refuse_reruns,
     without_rank,
 )
-from arraycomm.testing.pytest_plugin.start import refuse_reruns
 from arraycomm.testing.pytest_plugin.warned import Warned
 from arraycomm_pytest import fixtures_of, takes_comm
 

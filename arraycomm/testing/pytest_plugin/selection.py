@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any
+from typing import Any, Final
 
 import pytest
 
@@ -15,6 +15,9 @@ import pytest
 _NAMED = 3
 # Where the versions of pytest keep an item's name that let a suite change it.
 _KEPT = "_nodeid"
+
+# Why reruns are refused.
+NOT_AGAIN: Final = "a rank would run a test again that the other ranks do not; leave it out"
 
 
 @dataclass
@@ -82,3 +85,14 @@ def difference(collected: Sequence[Sequence[str]]) -> str:
 def _some(names: Sequence[str]) -> str:
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return ", ".join(names[:_NAMED]) + more
+
+
+def refuse_reruns(items: list[pytest.Item]) -> None:
+    """Raise if a test's marker asks pytest-rerunfailures to run it again."""
+    for item in items:
+        marker = item.get_closest_marker("flaky")
+        if marker is not None and hasattr(item.config.option, "reruns"):
+            raise pytest.UsageError(
+                f"the marker flaky of {item.nodeid} cannot be used under mpiexec: {NOT_AGAIN}, "
+                "or the test: -m 'not flaky'"
+            )

@@ -14,6 +14,7 @@ from arraycomm import _launch
 from arraycomm._errors import ArrayCommError
 from arraycomm._protocol.ends.meeting import ranks_here
 from arraycomm._protocol.mismatch import name_ranks
+from arraycomm.testing.pytest_plugin.selection import NOT_AGAIN
 
 # Seconds in which ranks meet, also one that has failed; and those between two looks at them.
 _MEETING: Final = 60.0
@@ -77,27 +78,13 @@ def _end_without(begun: threading.Event) -> None:
             os._exit(int(pytest.ExitCode.USAGE_ERROR))
 
 
-_NOT_AGAIN: Final = "a rank would run a test again that the other ranks do not; leave it out"
-
-
-def refuse_reruns(items: list[pytest.Item]) -> None:
-    """Raise if a test's marker asks pytest-rerunfailures to run it again."""
-    for item in items:
-        marker = item.get_closest_marker("flaky")
-        if marker is not None and hasattr(item.config.option, "reruns"):
-            raise pytest.UsageError(
-                f"the marker flaky of {item.nodeid} cannot be used under mpiexec: {_NOT_AGAIN}, "
-                "or the test: -m 'not flaky'"
-            )
-
-
 def refuse_others(config: pytest.Config) -> None:
     """Raise if another plugin is to run the tests: processes of no launcher, or not in step."""
     option = config.option
     for name in ("reruns", "retries", "force_flaky"):
         if getattr(option, name, None):
             raise pytest.UsageError(
-                f"--{name.replace('_', '-')} cannot be used under mpiexec: {_NOT_AGAIN}, or "
+                f"--{name.replace('_', '-')} cannot be used under mpiexec: {NOT_AGAIN}, or "
                 "run on threads: --ranks N"
             )
     if getattr(option, "numprocesses", None) or getattr(option, "tx", None):
