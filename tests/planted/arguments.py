@@ -288,6 +288,13 @@ NATIVE: Final = (
         ("a_fold_is_the_sum_of_fractions", *_REDUCED),
     ),
     Fault(
+        "lost carry in C: words of an exact sum keep 32 bits, and what was more is gone",
+        "arraycomm/_native/exact.c",
+        "        words[place + 1] += over;",
+        "        words[place + 1] += over * (place != 33);",
+        ("words_are_the_same_integers_in_c",),
+    ),
+    Fault(
         "digests not compared: headers are alike whatever the ranks called",
         "arraycomm/_native/slots.c",
         "        if (memcmp(slot_of(slots, step, rank) + HEADER, expected + (size_t)rank * nbytes, nbytes)) "

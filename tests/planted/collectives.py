@@ -101,6 +101,13 @@ FOLDS: Final = (
         ("halves_are_converted_as_numpy_does",),
     ),
     Fault(
+        "exact sums in rank order: they are rounded after each rank's",
+        _FOLDS,
+        "                fold_exactly(dtype, [first, *others], part)",
+        "                part[...] = sum(others, start=first)",
+        ("exact_sums_commute",),
+    ),
+    Fault(
         "rounded twice: exact sums of floats with fewer bits than a double are rounded to one first",
         _EXACT,
         "    bits += np.where(inexact,",
@@ -424,9 +431,8 @@ ARRAYS: Final = (
     Fault(
         "remembered without its op: what folds a dtype by one op is taken for another op",
         _FOLDS,
-        "    rows, join = rows if total is None else [total, *rows], _join(op, dtype)",
-        "    rows = rows if total is None else [total, *rows]\n"
-        "    join = vars(fold).setdefault(dtype, _join(op, dtype))",
+        "            join = _join(op, dtype)",
+        "            join = vars(fold).setdefault(dtype, _join(op, dtype))",
         ("repeated_calls_reduce_what_they_are_given",),
     ),
 )
