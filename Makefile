@@ -68,7 +68,7 @@ in_wheel := properties/test_laws.py $(patsubst %,tests/%.py,test_packaging cli/t
 	collectives/test_objects collectives/test_requests protocol/test_engine trees/test_reduce \
 	training/test_data_on_ranks testing/test_run)
 # The laws, and a file for each thing that is promised beside them.
-quick := properties/test_laws.py properties/test_refusal_laws.py properties/test_schedule_laws.py $(patsubst %,tests/%.py,test_packaging \
+quick := properties/test_laws.py properties/test_history_laws.py properties/test_refusal_laws.py properties/test_schedule_laws.py $(patsubst %,tests/%.py,test_packaging \
 	arrays/test_dlpack arrays/test_results arrays/test_malformed \
 	collectives/test_requests collectives/test_objects collectives/test_groups collectives/test_together collectives/test_reproducible \
 	protocol/test_errors protocol/test_missing_ranks protocol/test_engine trees/test_reduce training/test_data_on_ranks training/test_metrics \
