@@ -13,7 +13,7 @@ import pytest
 
 from arraycomm._cuda import device, kernels, libnccl, selection
 from arraycomm._cuda.device import DeviceRequest
-from arraycomm._cuda.gpu_aware_link import GpuAwareMpiLink
+from arraycomm._cuda.gpu_aware import GpuAwareMpiLink
 from arraycomm._cuda.link import LoneLink
 from arraycomm._cuda.staged_link import HostStagedLink
 
