@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 import arraycomm as ac
 from arraycomm import Communicator
+from arraycomm._native import compiled
 from arraycomm.testing import given
 from arraycomm.testing import strategies as ranked
 from arraycomm.testing._ranks.rank_groups import RankGroup, lockstep_over
@@ -52,6 +53,48 @@ def made(count: int, value: float = 1.0) -> dict[str, Call]:
         "tree": lambda c, t: ac.allreduce_tree({"x": x, "y": x}, comm=c, timeout=t),
         "request": lambda c, t: c.iallreduce(x).wait(),
         "dup": lambda c, t: c.dup(),
+    }
+
+
+Message = tuple[Callable[[Communicator, list[Any]], Any], Callable[[Communicator], Any]]
+
+
+def message(count: int, value: float = 1.0) -> dict[str, Message]:
+    """Return messages between two ranks by their names, and what each rank gets.
+
+    A call puts its request into the list.
+    """
+
+    def x(rank: int) -> Any:
+        return np.full(count, 10.0 * value + rank)
+
+    def wait(requests: list[Any], request: Any) -> Any:
+        requests.append(request)
+        return request.wait()
+
+    def sent(send: Any, receive: Any) -> Message:
+        return (
+            lambda c, r: receive(c, r) if c.rank else send(c, r),
+            lambda c: x(0) if c.rank else None,
+        )
+
+    def send(c: Communicator, _: Any) -> None:
+        c.send(x(0), 1)
+
+    def recv(c: Communicator, _: Any) -> Any:
+        return c.recv(0)
+
+    return {
+        "blocking": sent(send, recv),
+        "out": sent(send, lambda c, _: c.recv(0, out=np.empty(count))),
+        "any source": sent(send, lambda c, _: c.recv(ac.ANY_SOURCE)),
+        "timeout": sent(lambda c, _: c.send(x(0), 1, timeout=1), lambda c, _: c.recv(0, timeout=1)),
+        "isend": sent(lambda c, r: wait(r, c.isend(x(0), 1)), recv),
+        "irecv": sent(send, lambda c, r: wait(r, c.irecv(0))),
+        "sendrecv": (
+            lambda c, _: c.sendrecv(x(c.rank), 1 - c.rank, 1 - c.rank),
+            lambda c: x(1 - c.rank),
+        ),
     }
 
 
@@ -92,6 +135,7 @@ TESTING = str(Path(ac.testing.__file__).parent)
 LOOKS = {"CALL", "CALL_FUNCTION_EX", "CALL_KW", "JUMP_BACKWARD", "RESUME"}
 # The functions with which a call begins, in these modules.
 BEGIN = {("fast_path", "call"), ("fast_path", "start"), ("runner", "call_within")}
+BEGIN |= {("messages", name) for name in ("send", "recv", "isend", "irecv", "sendrecv")}
 
 
 class Moments:
@@ -240,6 +284,43 @@ class GivingUp:
         # One like it, with other data, by which a rank that is out of step would be misled.
         with suppress(ac.ArrayCommError):
             np.testing.assert_equal(later(c, None), wants[0])
+        comm.barrier()
+
+    @given(
+        ranks=range(2, 3),
+        first=ranked.roots(),
+        way=st.sampled_from(sorted(message(0))),
+        count=st.sampled_from(COUNTS),
+        before=st.integers(0, 3),
+        moment=st.integers(1, 12) | st.floats(0, 1),
+        timeout=TIMEOUT,
+    )
+    def test_a_message_interrupted_at_any_moment_leaves_nobody_a_wrong_result(
+        self, comm: Communicator, first: int, way: str, count: int, before: int, moment: float
+    ) -> None:
+        c = comm.dup(timeout=1.0)
+        calls = [message(count, number)[way] for number in range(before + 3)]
+        for call, wanted in calls[:before]:
+            np.testing.assert_equal(call(c, []), wanted(c))
+        seen = Moments()
+        call, wanted = calls[before]
+        np.testing.assert_equal(seen.of(lambda: call(c, [])), wanted(c))
+        last = moment if isinstance(moment, int) else 1 + int(moment * seen.count)
+        stopping, under_way = Moments(last if comm.rank == first else -1), list[Any]()
+        call, wanted = calls[before + 1]
+        comm.barrier()
+        # A request raises an interrupt of its steps to all who wait for it.
+        with suppress(ac.ArrayCommError, Stop):
+            try:
+                got = stopping.of(lambda: call(c, under_way))
+            except Stop:
+                assert internals.is_closed(c) or not stopping.inside
+                assert compiled is None or not internals.engine(c).turn.locked()
+                got = under_way[0].wait() if under_way else call(c, under_way)
+            np.testing.assert_equal(got, wanted(c))
+        call, wanted = calls[before + 2]
+        with suppress(ac.ArrayCommError):
+            np.testing.assert_equal(call(c, []), wanted(c))
         comm.barrier()
 
 

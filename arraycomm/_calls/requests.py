@@ -71,6 +71,8 @@ class Request(ProcessBound, Generic[T_co]):
     """
 
     _instead = "wait for it, and pickle its result"
+    # Called with the result and the last step of the call, by the first who waits for it.
+    remember: Callable[[Any, int], None] | None = None
 
     def __init__(
         self, group: Group, task: Task, site: str, ended: Ended = _NOTHING, *, awaited: bool = False
@@ -79,8 +81,6 @@ class Request(ProcessBound, Generic[T_co]):
         # Whether it is a part of a blocking call.
         self._awaited = awaited
         self._ended = ended
-        # Called with the result and the last step of the call, by the first who waits for it.
-        self.remember: Callable[[T_co, int], None] | None = None
         self._task = task
         self._site = site
 
@@ -98,9 +98,9 @@ class Request(ProcessBound, Generic[T_co]):
         CommTimeoutError
             It is not finished after `timeout` seconds. It goes on: wait again.
         """
-        group, task = self._group, self._task
+        group, task, engine = self._group, self._task, self._group.engine
         try:
-            with group.engine as engine:
+            with engine.turn:
                 task.waited_for = True
                 if group.tracer is None or self._awaited:
                     result: T_co = engine.finish(task, timeout)

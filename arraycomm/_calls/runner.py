@@ -95,7 +95,8 @@ class Runner:
         """Make a blocking call with a timeout of its own, or with the group's if that is None."""
         try:
             started = time.perf_counter()
-            with self.group.turn() as engine:
+            engine = self.group.engine
+            with engine.turn:
                 try:
                     prepare = self._preparing(False, operation, *args, **kwargs)
                     if timeout is not None:
@@ -121,7 +122,8 @@ class Runner:
 
         try:
             site, ended = call_site(), Ended()
-            with self.group.turn() as engine:
+            engine = self.group.engine
+            with engine.turn:
                 prepare_anew = self._preparing(True, operation, *args, **kwargs)
                 program = self._program(operation.name, prepare, site)
                 program = noting(program, self.placements.after, self.group.control, ended)

@@ -33,7 +33,7 @@ from arraycomm._collectives.movements import Allgather, FromRoot
 from arraycomm._collectives.objects import ObjectOperation
 from arraycomm._collectives.reductions import Allreduce
 from arraycomm._dtypes import DType
-from arraycomm._errors import TransportError
+from arraycomm._errors import ConcurrentUseError, TransportError
 from arraycomm._folds import in_c
 from arraycomm._native import compiled
 from arraycomm._protocol.agreement import UndeliveredError, agree
@@ -46,6 +46,8 @@ from arraycomm._transports.control import PREFIX, ControlChannel
 
 # The digest in a header, by which ranks compare calls.
 _DIGEST: Final = slice(0, 8)
+# Up to so many bytes a result is not aligned.
+_FEW: Final = 4096
 _PLAIN: Final = (np.ndarray, type(None))
 # At ranks that are a little later, before a call on devices is made in full.
 _LOOKS: Final = 200
@@ -138,7 +140,7 @@ def _remember(
 
     One that has `ended` in an earlier step than the last one has left nothing to look at.
     """
-    turn, guard, (_, place, *_), rest = runner.group.engine.turn, runner.guard, key[4], key[5:]
+    guard, (_, place, *_), rest = runner.guard, key[4], key[5:]
     # A function may be another one in each call.
     if not {*map(type, rest)} <= {str, int, type(None)} or (guard and guard.place() is None):
         return
@@ -150,8 +152,9 @@ def _remember(
         return
     elif not again:
         runner.fast_paths.keep(key, ONCE)
-    elif turn.acquire(False):
-        try:
+    else:
+        # Another thread may be in a call by now.
+        with suppress(ConcurrentUseError), runner.group.turn():
             path: FastPath | None = None
             with suppress(Exception):
                 context = Context(runner.group, runner.placements)
@@ -161,8 +164,6 @@ def _remember(
                 step = _step(runner, made, x, result)
                 path = step and kind(runner, Call(key, operation, rest), step, made)
             runner.fast_paths.keep(key, path or FastPath())
-        finally:
-            turn.release()
 
 
 def _keep_on_device(
@@ -425,6 +426,8 @@ class SmallCall(Exchanged):
         self._addresses = step.addresses
         if self._addresses is not None and self._gets is not None:
             self._new = self._addresses.maker(self._gets.shape, self._gets.dtype)
+        # To align memory takes longer than JAX's copy of few bytes that are not.
+        self._empty = np.empty if step.gets is None or step.gets.nbytes <= _FEW else allocate
 
     def __call__(self, x: Any, out: Any) -> Any:
         if not self._plain:
@@ -447,7 +450,8 @@ class SmallCall(Exchanged):
     def start(self, x: Any, out: Any) -> Any:
         # That of who has called the communicator's method, which has called `start` above.
         group, site = self._group, call_site(3)
-        with self._engine as engine:
+        engine = self._engine
+        with engine.turn:
             found = self._look_plain(x, out) if self._plain else self._look(x, out)
             if found is None or group.closed is not None:
                 return NotImplemented
@@ -496,7 +500,7 @@ class SmallCall(Exchanged):
         if gets is None:
             return None
         if out is None:
-            return allocate(gets.shape, gets.dtype)
+            return self._empty(gets.shape, gets.dtype)
         fits = type(out) is np.ndarray and (out.dtype, out.shape) == gets and out.flags.carray
         return out if fits else NotImplemented
 
@@ -587,9 +591,9 @@ class ObjectCall(Exchanged):
             # As in a full call: the other ranks wait for the object.
             self.give_up(error)
             raise
-        if len(data) > self._group.inline_bytes or not self._engine.turn.acquire(False):
+        if len(data) > self._group.inline_bytes:
             return NotImplemented
-        try:
+        with self._engine.turn:
             exchange = self.exchange
             if exchange is None or self._engine.queue or self._group.closed is not None:
                 return NotImplemented
@@ -597,8 +601,6 @@ class ObjectCall(Exchanged):
             if received is None:
                 return self.settle(x, out)
             self._nbytes += len(data)
-        finally:
-            self._engine.turn.release()
         return self.handed_over(partial(self._loaded, self._root, received))
 
     def count(self) -> Count:
@@ -647,10 +649,8 @@ class LargeAllreduce(Exchanged):
         )
 
     def _reduce(self, x: Array, out: Array) -> bool:
-        """Reduce, unless another call is under way; return whether that was done."""
-        if not self._engine.turn.acquire(False):
-            return False
-        try:
+        """Reduce, unless requests are under way; return whether that was done."""
+        with self._engine.turn:
             if self._engine.queue or self._group.closed is not None:
                 return False
             try:
@@ -668,8 +668,6 @@ class LargeAllreduce(Exchanged):
             else:
                 out[...] = self.settle(x, None)
             return True
-        finally:
-            self._engine.turn.release()
 
     def count(self) -> Count:
         return Count("allreduce", self._calls, self._calls * self._nbytes, self._seconds)
@@ -689,9 +687,9 @@ class AheadCall(Exchanged):
 
     def __call__(self, x: Any, out: Any) -> Any:
         started, engine, prepared = perf_counter(), self._engine, self._prepared
-        if prepared is None or not engine.turn.acquire(False):
+        if prepared is None:
             return NotImplemented
-        try:
+        with engine.turn:
             if not self._is_idle() or self._group.closed is not None:
                 return NotImplemented
             found = prepared.look(x, out)
@@ -708,8 +706,6 @@ class AheadCall(Exchanged):
             self._calls += 1
             self._seconds += perf_counter() - started
             return prepared.deliver(found, out)
-        finally:
-            engine.turn.release()
 
     def _go_ahead(self, prepared: Any, found: Any) -> None:
         group, control, signature = self._group, self._group.control, self._signature

@@ -7,7 +7,6 @@ other rank does. If anything is unusual, or late, the rest of a full call goes o
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from time import perf_counter
 from typing import Any, Final, Protocol
 
@@ -59,17 +58,14 @@ class Rest(Protocol):
     def go_on(self, steps: Steps, wait: MessageWait, operation: str) -> Any:
         """Take the rest of a call's steps in this thread."""
 
-    def request(self, steps: Steps, wait: MessageWait, operation: str, site: str) -> Any:
+    def request(self, steps: Steps, wait: MessageWait, operation: str) -> Any:
         """Return a request of steps that go on beside the caller."""
 
-    def finished(self, result: Any, site: str) -> Any:
+    def finished(self, result: Any) -> Any:
         """Return the request of a message that is complete."""
 
     def arrived(self, envelope: Bytes, place: int, wanted: None, out: Any, status: Status) -> Steps:
         """Read a message whose envelope has come."""
-
-    def end_if_broken(self, error: BaseException) -> None:
-        """End the group if a call may have left a message under way that nobody knows of."""
 
 
 def beside(sending: Steps, receiving: Steps, wait: MessageWait, dest: int) -> Steps:
@@ -95,23 +91,22 @@ class _FastMessage(FastPath):
         self._group, self._rest = group, rest
         self._turn, self._queue = group.engine.turn, group.engine.queue
         self._spins = group.transport.spins
+        self._looks = max(_LOOKS * self._spins, 1)
         # Whether its memory is in use.
         self.busy = False
 
     def free(self) -> None:
         self._message.free(finished=not self.busy)
 
-    def _in_turn(self, make: Callable[..., Any], *arguments: Any) -> Any:
-        """Make a call, unless another one is under way."""
-        if not self._turn.acquire(False):
-            return NotImplemented
-        try:
-            return make(*arguments)
-        except BaseException as error:
-            self._rest.end_if_broken(error)
-            raise
-        finally:
-            self._turn.release()
+    def _is_soon_done(self) -> bool:
+        """Look a few times, and let others have the core in between."""
+        done, spins = self._message.done, self._spins
+        for look in range(self._looks):
+            if done():
+                return True
+            if look >= spins:
+                give_up_core()
+        return False
 
 
 class FastSend(_FastMessage):
@@ -136,29 +131,24 @@ class FastSend(_FastMessage):
         self._message = group.transport.repeated_send(envelope, dest, tag)
 
     def __call__(self, x: Array) -> Any:
-        return self._in_turn(self._send, x)
-
-    def _send(self, x: Array) -> Any:
-        # Behind requests of collectives the full call finds its own way.
-        if self._queue or self.busy or self._group.closed is not None:
-            return NotImplemented
-        started = perf_counter()
-        try:
-            if not self.begin(x):
-                self._rest.go_on(self.steps(), self.wait(), "send")
-        finally:
-            self._numbers[3] += perf_counter() - started
+        with self._turn:
+            # Behind requests of collectives the full call finds its own way.
+            if self._queue or self.busy or self._group.closed is not None:
+                return NotImplemented
+            started = perf_counter()
+            try:
+                if not self.begin(x) and not self.ended():
+                    self._rest.go_on(self.steps(), self.wait(), "send")
+            finally:
+                self._numbers[3] += perf_counter() - started
 
     def start(self, x: Array) -> Any:
-        # The site is that of who has called the communicator's method.
-        return self._in_turn(self._start, x, call_site(3))
-
-    def _start(self, x: Array, site: str) -> Any:
-        if self.busy or self._group.closed is not None:
-            return NotImplemented
-        if self.begin(x):
-            return self._rest.finished(None, site)
-        return self._rest.request(self.steps(), self.wait(), "send", site)
+        with self._turn:
+            if self.busy or self._group.closed is not None:
+                return NotImplemented
+            if self.begin(x):
+                return self._rest.finished(None)
+            return self._rest.request(self.steps(), self.wait(), "send")
 
     def begin(self, x: Array) -> bool:
         """Begin to send; return whether that is all."""
@@ -169,12 +159,12 @@ class FastSend(_FastMessage):
         numbers[2] += not x.flags.c_contiguous
         self._group.unmatched += 1
         self._sent[0] += 1
-        self._message.begin()
-        return self.ended()
+        self.busy = not self._message.begin()
+        return not self.busy
 
     def ended(self) -> bool:
-        """Return whether the message has been sent; never waits."""
-        self.busy = not self._message.done()
+        """Return whether the message has been sent in a moment."""
+        self.busy = not self._is_soon_done()
         return not self.busy
 
     def steps(self) -> Steps:
@@ -202,7 +192,6 @@ class FastReceive(_FastMessage):
     ) -> None:
         super().__init__(group, rest)
         self._matcher, self._source, self._tag, self._place = matcher, source, tag, place
-        self._looks = max(_LOOKS * self._spins, 1)
         self._received, self._numbers = group.received[source, tag], statistics.numbers("recv")
         # Whatever comes has room here.
         self._room = envelopes.empty()
@@ -214,62 +203,58 @@ class FastReceive(_FastMessage):
         self._elements = np.empty(0)
 
     def __call__(self, out: Any, status: Status | None) -> Any:
-        return self._in_turn(self._recv, out, status)
-
-    def _recv(self, out: Any, status: Status | None) -> Any:
-        if self._queue or not self.begin():
-            return NotImplemented
-        started = perf_counter()
-        try:
-            taken = self._taken(out, status)
-            if taken is None:
-                return self._rest.go_on(self.steps(out, status), self.wait(), "recv")
-            return taken
-        finally:
-            self._numbers[3] += perf_counter() - started
+        with self._turn:
+            if self._queue or not self._may_begin():
+                return NotImplemented
+            started = perf_counter()
+            try:
+                come = self._begin() or self._is_soon_done()
+                taken = self._take(out, status) if come else None
+                if taken is None:
+                    return self._rest.go_on(self.steps(out, status), self.wait(), "recv")
+                return taken
+            finally:
+                self._numbers[3] += perf_counter() - started
 
     def exchange(self, send: FastSend, x: Array, out: Any, status: Status | None) -> Any:
         """Receive beside what is sent to another rank; see `FastPath`."""
-        return self._in_turn(self._exchange, send, x, out, status)
-
-    def _exchange(self, send: FastSend, x: Array, out: Any, status: Status | None) -> Any:
-        if self._queue or send.busy or not self.begin():
-            return NotImplemented
-        started = perf_counter()
-        try:
-            sent = send.begin(x)
-            taken = self._taken(out, status)
-            if taken is None:
-                sending, wait = send.wait(), self.wait()
-                wait.nbytes = sending.nbytes
-                steps = beside(send.steps(), self.steps(out, status), wait, sending.peer)
-                return self._rest.go_on(steps, wait, "recv")
-            if not sent and not send.ended():
-                self._rest.go_on(send.steps(), send.wait(), "recv")
-            return taken
-        finally:
-            self._numbers[3] += perf_counter() - started
+        with self._turn:
+            if self._queue or send.busy or not self._may_begin():
+                return NotImplemented
+            started = perf_counter()
+            try:
+                come, sent = self._begin(), send.begin(x)
+                come = come or self._is_soon_done()
+                taken = self._take(out, status) if come else None
+                if taken is None:
+                    sending, wait = send.wait(), self.wait()
+                    wait.nbytes = sending.nbytes
+                    steps = beside(send.steps(), self.steps(out, status), wait, sending.peer)
+                    return self._rest.go_on(steps, wait, "recv")
+                if not sent and not send.ended():
+                    self._rest.go_on(send.steps(), send.wait(), "recv")
+                return taken
+            finally:
+                self._numbers[3] += perf_counter() - started
 
     def start(self, out: Any, status: Status | None) -> Any:
-        return self._in_turn(self._start, out, status, call_site(3))
+        with self._turn:
+            if not self._may_begin():
+                return NotImplemented
+            if self._begin() and (taken := self._take(out, status)) is not None:
+                return self._rest.finished(taken)
+            return self._rest.request(self.steps(out, status), self.wait(), "recv")
 
-    def _start(self, out: Any, status: Status | None, site: str) -> Any:
-        if not self.begin():
-            return NotImplemented
-        if self._message.done() and (taken := self._take(out, status)) is not None:
-            return self._rest.finished(taken, site)
-        return self._rest.request(self.steps(out, status), self.wait(), "recv", site)
+    def _may_begin(self) -> bool:
+        """Return False if a receive cannot begin here, or others come before."""
+        return not self.busy and self._group.closed is None and self._matcher.idle()
 
-    def begin(self) -> bool:
-        """Begin to receive; return False if that cannot be, or other receives come before."""
-        if self.busy or self._group.closed is not None:
-            return False
-        if not self._matcher.begin(self._message):
-            return False
+    def _begin(self) -> bool:
+        """Begin to receive; return whether the message is there."""
         self.busy = True
         self._numbers[0] += 1
         self._group.unmatched -= 1
-        return True
+        return self._message.begin()
 
     def steps(self, out: Any, status: Status | None) -> Steps:
         """Wait until the message has come, and receive what else belongs to it."""
@@ -288,16 +273,6 @@ class FastReceive(_FastMessage):
     def wait(self) -> MessageWait:
         """Return what is waited for."""
         return MessageWait("recv from", self._source, self._tag)
-
-    def _taken(self, out: Any, status: Status | None) -> Array | None:
-        """Return the array if it comes in a moment, and is like the one before."""
-        done, spins = self._message.done, self._spins
-        for look in range(self._looks):
-            if done():
-                return self._take(out, status)
-            if look >= spins:
-                give_up_core()
-        return None
 
     def _take(self, out: Any, status: Status | None) -> Array | None:
         """Return the array that has come; None if it is not like the one before."""

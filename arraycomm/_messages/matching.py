@@ -14,7 +14,6 @@ from typing import Final
 
 from arraycomm._dtypes import DType
 from arraycomm._transports.base import Bytes, Handle, Transport
-from arraycomm._transports.repeated import Repeated
 
 
 class Wildcard(enum.Enum):
@@ -123,13 +122,13 @@ class Matcher:
                 self._waiting.append(receive)
         return receive
 
-    def begin(self, message: Repeated) -> bool:
-        """Begin a receive that names both, unless others wait that it must come behind."""
+    def idle(self) -> bool:
+        """Return whether no receive waits, behind which one must come that names both.
+
+        That stays so until the thread whose turn it is adds one.
+        """
         with self._lock:
-            if self._waiting:
-                return False
-            message.begin()
-            return True
+            return not self._waiting
 
     def probe(self, source: int | None, tags: range) -> tuple[int, int] | None:
         """Return source and tag of a message that no receive under way takes, or None."""

@@ -30,7 +30,7 @@ from arraycomm._messages.fast_messages import FastReceive, FastSend, MessageWait
 from arraycomm._messages.matching import ANY_SOURCE, ANY_TAG, PROC_NULL, Matcher, Probe, Status
 from arraycomm._protocol.agreement import UndeliveredError
 from arraycomm._protocol.group import Group
-from arraycomm._protocol.task import Task
+from arraycomm._protocol.task import Finished, Task
 from arraycomm._protocol.waits import clock
 from arraycomm._protocol.waits.deadlock import Wait
 from arraycomm._protocol.waits.watchdog import LAST_MESSAGE, checked_timeout
@@ -467,33 +467,32 @@ class Messenger:
         """Take the rest of a call's steps in this thread."""
         return self._drive(steps, wait, operation)
 
-    def request(self, steps: Steps, wait: MessageWait, operation: str, site: str) -> Request:
+    def request(self, steps: Steps, wait: MessageWait, operation: str) -> Request:
         """Return a request of steps that go on beside the caller."""
-        group, told = self._group, Wait(lambda: [wait.peer], str(wait), site, None)
+        # That of who has called the communicator's method.
+        group, site = self._group, call_site(5)
         task: Task | None = None
 
         def watch(waited: float) -> None:
             blocks = task is None or task.waited_for
-            group.check_message(told._replace(certain=blocks), waited)
+            told = Wait(lambda: [wait.peer], str(wait), site, None, certain=blocks)
+            group.check_message(told, waited)
 
-        task = group.engine.submit_message(self._delivered(steps, operation), site, watch)
+        steps = self._delivered(steps, operation)
+        task = group.engine.submit_message(steps, site, watch, looked=True)
         return Request(group, task, site)
 
-    def finished(self, result: Any, site: str) -> Request:
+    def finished(self, result: Any) -> Request:
         """Return the request of a message that is complete."""
-        return Request(self._group, self._group.engine.finished(result, site), site)
+        group, site = self._group, call_site(5)
+        return Request(group, Finished(result, group.engine.outcomes, site), site)
 
     def leave_by(self, error: BaseException) -> None:
-        """Trim the error that a call raises; end the group if that was interrupted.
+        """Trim the error that a call raises; end the group if it was interrupted, or MPI failed.
 
         Nobody knows then which messages have gone, and the next one would be taken for this one.
         """
         trim(error)
-        if not isinstance(error, Exception):
-            self._fail(error)
-
-    def end_if_broken(self, error: BaseException) -> None:
-        """End the group if a call may have left a message under way that nobody knows of."""
         if isinstance(error, TransportError) or not isinstance(error, Exception):
             self._fail(error)
 

@@ -32,6 +32,37 @@ static PyType_Spec counts_spec = {
     .slots = counts_slots,
 };
 
+static PyObject *turn_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
+{
+    PyObject *refuse = Py_None;
+    (void)keywords;
+    if (!PyArg_ParseTuple(args, "|O", &refuse)) return NULL;
+    Turn *self = (Turn *)PyType_GenericAlloc(type, 0);
+    if (self) self->refuse = Py_NewRef(refuse);
+    return (PyObject *)self;
+}
+
+static void turn_dealloc(Turn *self)
+{
+    PyTypeObject *const type = Py_TYPE((PyObject *)self);
+    Py_XDECREF(self->refuse);
+    PyObject_Free(self);
+    Py_DECREF((PyObject *)type);
+}
+
+static PyObject *turn_enter(Turn *self, PyObject *none)
+{
+    (void)none;
+    return take_turn(self) ? Py_NewRef((PyObject *)self) : PyObject_CallNoArgs(self->refuse);
+}
+
+static PyObject *turn_exit(Turn *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    (void)args, (void)nargs;
+    leave_turn(self);
+    Py_RETURN_NONE;
+}
+
 static PyObject *turn_acquire(Turn *self, PyObject *blocking)
 {
     if (blocking != Py_False) return PyErr_Format(PyExc_ValueError, "nobody waits for a turn: acquire(False)");
@@ -55,11 +86,13 @@ static PyMethodDef turn_methods[] = {
     {"acquire", (PyCFunction)(void (*)(void))turn_acquire, METH_O,
      PyDoc_STR("acquire(False): take the turn, and tell whether it was free.")},
     {"release", (PyCFunction)(void (*)(void))turn_release, METH_NOARGS, PyDoc_STR("release(): give it back.")},
+    {"__enter__", (PyCFunction)(void (*)(void))turn_enter, METH_NOARGS, PyDoc_STR("Take the turn, or call `refuse`.")},
+    {"__exit__", (PyCFunction)(void (*)(void))turn_exit, METH_FASTCALL, PyDoc_STR("Give it back.")},
     {"locked", (PyCFunction)(void (*)(void))turn_locked, METH_NOARGS, PyDoc_STR("locked(): tell whether somebody has it.")},
     {NULL, NULL, 0, NULL},
 };
 
-static PyType_Slot turn_slots[] = {{Py_tp_methods, turn_methods}, {0, NULL}};
+static PyType_Slot turn_slots[] = {{Py_tp_new, turn_new}, {Py_tp_dealloc, turn_dealloc}, {Py_tp_methods, turn_methods}, {0, NULL}};
 
 static PyType_Spec turn_spec = {
     .name = "arraycomm._native.compiled.Turn",

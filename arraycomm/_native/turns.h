@@ -20,10 +20,11 @@ typedef struct {
     long long step, completed; /* that this rank has posted, and whose call it has completed */
 } Counts;
 
-/* A lock that nobody waits for. */
+/* A lock that nobody waits for. No interrupt comes between its parts in a `with` block: they are not Python's. */
 typedef struct {
     PyObject ob_base;
     atomic_bool taken;
+    PyObject *refuse; /* what a `with` block calls if somebody has it, to raise */
 } Turn;
 
 extern PyObject *counts_type, *turn_type;

@@ -12,14 +12,14 @@ import time
 from collections.abc import Callable
 from functools import partial
 from itertools import takewhile
-from typing import Any, Self
+from typing import Any, NoReturn
 
 from arraycomm._errors import CommunicatorClosedError, ConcurrentUseError, TransportError, text_of
 from arraycomm._native import compiled
 from arraycomm._protocol.task import Task
 from arraycomm._protocol.waits import clock
 from arraycomm._protocol.waits.outcomes import Outcome, Outcomes
-from arraycomm._protocol.waits.progress import ProgressThread
+from arraycomm._protocol.waits.progress import GLANCE, ProgressThread
 from arraycomm._protocol.waits.waiting import NAP, Watch, beside_own_work, done_after_all, wait_for
 from arraycomm._transports.base import Handle, Steps
 from arraycomm._transports.control import ControlChannel
@@ -29,10 +29,32 @@ class NotFinishedError(Exception):
     """The time of a wait is over. Not a `TimeoutError`: a program's function may raise that too."""
 
 
+def _refuse() -> NoReturn:
+    raise ConcurrentUseError(
+        "two threads called one communicator at the same time; "
+        "give each thread a communicator of its own with dup()"
+    )
+
+
+class Turn:
+    """What the native part has under this name; here an interrupt may leave it taken."""
+
+    def __init__(self, refuse: Callable[[], None]) -> None:
+        self._refuse, lock = refuse, threading.Lock()
+        self.acquire, self.release, self.locked = lock.acquire, lock.release, lock.locked
+
+    def __enter__(self) -> None:
+        if not self.acquire(False):
+            self._refuse()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
 class Engine:
     """The queue of one communicator, and its messages, which wait for nobody in the queue.
 
-    A `with` block of it is one call of the user's. While it waits, it calls `watch(seconds
+    A `with` block of its `turn` is one call of the user's. While it waits, it calls `watch(seconds
     waited)`, which raises if waiting on makes no sense, and `push_others` if no thread pushes on
     the requests of other queues. It calls `after_wait` when a wait is over, and `close(error)` if
     the thread that makes progress has failed.
@@ -69,7 +91,7 @@ class Engine:
         # The thread that waits for as long as it takes, if it looks after the wait just now.
         self.blocked: int | None = None
         # Held by the thread that is calling; the fast path of small reductions takes it too.
-        self.turn: Any = threading.Lock() if compiled is None else compiled.Turn()
+        self.turn: Any = (Turn if compiled is None else compiled.Turn)(_refuse)
 
     def _has_thread(self) -> bool:
         """Return whether a thread pushes on what is outstanding."""
@@ -87,17 +109,6 @@ class Engine:
     def _moved(self) -> float:
         """Return when one of the active programs began to wait for what it waits for now."""
         return max((task.since for task in self._active()), default=0.0)
-
-    def __enter__(self) -> Self:
-        if not self.turn.acquire(False):
-            raise ConcurrentUseError(
-                "two threads called one communicator at the same time; "
-                "give each thread a communicator of its own with dup()"
-            )
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.turn.release()
 
     def run(self, program: Steps, watch: Watch | None = None) -> Any:
         """Drive a program to its end in this thread, behind what is outstanding.
@@ -164,23 +175,26 @@ class Engine:
         return True
 
     def submit_message(
-        self, program: Steps, site: str, watch: Watch, *, awaited: bool = False
+        self,
+        program: Steps,
+        site: str,
+        watch: Watch,
+        *,
+        awaited: bool = False,
+        looked: bool = False,
     ) -> Task:
         """Start a program that goes its own way, beside the queue.
 
-        One that is `awaited` is driven by the wait that follows, and needs no thread.
+        One that is `awaited` is driven by the wait that follows, and needs no thread. If its first
+        wait has been `looked` at, it is left to the thread.
         """
         task = Task(program, watch, Outcome(self.outcomes, site))
         # Begun here, so that messages begin in the order of the calls.
         task.step()
         self.messages.append(task)
-        return task if awaited else self._begin(task)
-
-    def finished(self, result: Any, site: str) -> Task:
-        """Return the task of a program that ended where it was begun."""
-        task = Task(_nothing(), None, Outcome(self.outcomes, site))
-        task.finish(result, None)
-        return task
+        if looked:
+            self._leave()
+        return task if awaited or looked else self._begin(task)
 
     def give_up(self, task: Task, error: BaseException) -> None:
         """End a program whose caller was interrupted: nobody is left who could wait for it."""
@@ -351,9 +365,11 @@ class Engine:
                     if waiting is not None and not (
                         waiting.done() or any(waiting.done() for _ in range(polls - 1))
                     ):
+                        now = clock.now()
                         if getattr(waiting, "local", False):
-                            task.since = clock.now()
-                        if not done_after_all(waiting.done, watch, clock.now() - task.since):
+                            task.since = now
+                        waited = now - task.since
+                        if waited < GLANCE or not done_after_all(waiting.done, watch, waited):
                             return False
                     self._after_wait()
                 except Exception as error:
@@ -364,10 +380,6 @@ class Engine:
                     return True
                 task.step()
             return True
-
-
-def _nothing() -> Steps:
-    yield from ()
 
 
 def _withdrawn(waiting: Handle | None) -> bool:

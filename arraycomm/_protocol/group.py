@@ -133,9 +133,10 @@ class Group:
         # How many groups were made from this one, for their names.
         self.made = 0
 
-    def turn(self) -> Engine:
+    def turn(self) -> AbstractContextManager[Any]:
         """Return a context manager for one call of the user's; raises if another is under way."""
-        return self.engine
+        turn: AbstractContextManager[Any] = self.engine.turn
+        return turn
 
     def run(self, steps: Steps) -> Any:
         """Run steps as one call, in this thread."""

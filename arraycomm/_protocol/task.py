@@ -7,7 +7,7 @@ import threading
 from typing import Any
 
 from arraycomm._protocol.waits import clock
-from arraycomm._protocol.waits.outcomes import Outcome
+from arraycomm._protocol.waits.outcomes import Outcome, Outcomes
 from arraycomm._protocol.waits.waiting import Watch
 from arraycomm._transports.base import Handle, Steps
 
@@ -24,14 +24,18 @@ def without_traceback(error: BaseException) -> BaseException:
 class Task:
     """One program under way, and in the end its result or its error."""
 
+    # Whether the caller does nothing else until it is finished.
+    waited_for = False
+    finished = False
+    result: Any = None
+    error: BaseException | None = None
+
     def __init__(
         self, program: Steps, watch: Watch | None = None, outcome: Outcome | None = None
     ) -> None:
         self._program = program
         # What is kept of it if it is a request, in case that nobody waits for it.
         self.outcome = outcome or Outcome()
-        # Whether the caller does nothing else until it is finished.
-        self.waited_for = False
         self._thread = threading.current_thread()
         # Called while waiting, in place of the engine's own.
         self.watch = watch
@@ -39,9 +43,6 @@ class Task:
         # Held by the thread that pushes it on.
         self.pushing = threading.Lock()
         self.since = 0.0
-        self.finished = False
-        self.result: Any = None
-        self.error: BaseException | None = None
 
     def ends_with_thread(self) -> bool:
         """Return whether the program's end leaves it alone: another thread waits, or a daemon's."""
@@ -89,3 +90,13 @@ class Task:
             self.finish(None, raised)
         else:
             self.finish(None, error)
+
+
+class Finished(Task):
+    """The task of a program that ended where it was begun."""
+
+    finished = True
+
+    def __init__(self, result: Any, outcomes: Outcomes, site: str) -> None:
+        self.result, self.outcome = result, Outcome(outcomes, site)
+        self.outcome.finished = True

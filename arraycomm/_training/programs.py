@@ -82,7 +82,11 @@ class ProgramCalls:
 
     def sendrecv(self, x: Any, dest: int, source: int, tag: int, out: Any, status: Status) -> Any:
         """Send to one rank and receive from another, both at the same place of their programs."""
-        return self._messenger.sendrecv(x, dest, source, tag, None, out, status, timeout=None)
+        try:
+            return self._messenger.sendrecv(x, dest, source, tag, None, out, status, timeout=None)
+        except BaseException as error:
+            self._messenger.leave_by(error)
+            raise
 
     def refuse(self, error: Exception, dest: int, source: int, tag: int) -> None:
         """Raise the error of an array of `sendrecv`, and tell the rank that would have got it."""

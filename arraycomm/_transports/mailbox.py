@@ -30,14 +30,14 @@ class Mailbox:
         """Send bytes; a short message is finished at once, a long one when it has been received."""
         with self._lock:
             message = _Message(buffer, next(self._numbers))
-            self._messages.setdefault(key, deque()).append(message)
+            _append(self._messages, key, message)
         return message
 
     def recv(self, key: Key, buffer: Bytes) -> Handle:
         """Receive into the first bytes of `buffer`."""
         receive = _Receive(self, key, buffer)
         with self._lock:
-            self._receives.setdefault(key, deque()).append(receive)
+            _append(self._receives, key, receive)
         return receive
 
     def probe(self, source: int | None, dest: int, tags: range) -> tuple[int, int] | None:
@@ -54,16 +54,22 @@ class Mailbox:
         _, (sender, _, tag) = min(found)
         return sender, tag
 
-    def collect(self, key: Key, receive: _Receive) -> _Message | None:
-        """Return the first message of a key for its first receive; None if there is none yet."""
+    def collect(self, key: Key, receive: _Receive) -> None:
+        """Give the first message of a key to its first receive, if that is this one."""
         if key not in self._messages:
-            return None
+            return
         with self._lock:
             # Another thread may have taken the last message, for a receive before this one.
             if key not in self._messages or self._receives[key][0] is not receive:
-                return None
-            _pop(self._receives, key)
-            return _pop(self._messages, key)
+                return
+            # An interrupt comes behind a call, of which there is none from here on.
+            messages, receives = self._messages[key], self._receives[key]
+            receive.message = messages[0]
+            del messages[0], receives[0]
+            if not messages:
+                del self._messages[key]
+            if not receives:
+                del self._receives[key]
 
 
 def copy(into: Bytes, source: Bytes) -> None:
@@ -73,21 +79,25 @@ def copy(into: Bytes, source: Bytes) -> None:
     np.copyto(into, source)
 
 
+def _append(queues: dict[Key, deque[T]], key: Key, last: T) -> None:
+    """Put something at the end of a queue, which is never empty: also if an interrupt comes."""
+    if key in queues:
+        queues[key].append(last)
+    else:
+        queues[key] = deque((last,))
+
+
 class _Message:
     """A message: a copy if it is short, otherwise the sender's own memory until it is received."""
 
     def __init__(self, buffer: Bytes, number: int) -> None:
         # Messages are numbered in the order of their sending.
         self.number = number
-        self._taken = len(buffer) <= Transport.copied
-        self._buffer: Bytes = buffer.copy() if self._taken else buffer
-
-    def take(self, into: Bytes) -> None:
-        copy(into[: len(self._buffer)], self._buffer)
-        self._taken = True
+        self.taken = len(buffer) <= Transport.copied
+        self.buffer: Bytes = buffer.copy() if self.taken else buffer
 
     def done(self) -> bool:
-        return self._taken
+        return self.taken
 
 
 class _Receive:
@@ -95,20 +105,18 @@ class _Receive:
 
     def __init__(self, mailbox: Mailbox, key: Key, buffer: Bytes) -> None:
         self._mailbox, self._key, self._buffer = mailbox, key, buffer
+        self.message: _Message | None = None
         self._done = False
 
     def done(self) -> bool:
-        if not self._done:
-            message = self._mailbox.collect(self._key, self)
-            if message is not None:
-                message.take(self._buffer)
-                self._done = True
-        return self._done
-
-
-def _pop(queues: dict[Key, deque[T]], key: Key) -> T:
-    """Take the first element of a queue, and delete the queue if it is then empty."""
-    first = queues[key].popleft()
-    if not queues[key]:
-        del queues[key]
-    return first
+        if self._done:
+            return True
+        if self.message is None:
+            self._mailbox.collect(self._key, self)
+            if self.message is None:
+                return False
+        copy(self._buffer[: len(self.message.buffer)], self.message.buffer)
+        # If an interrupt comes before, this is done again: the sender still waits.
+        self.message.taken = self._done = True
+        self.message = None
+        return True

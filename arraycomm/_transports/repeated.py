@@ -16,8 +16,8 @@ class Handle(Protocol):
 class Repeated(Handle, Protocol):
     """Memory that is sent to one rank, or into which a message of one rank comes."""
 
-    def begin(self) -> None:
-        """Begin the message once more; the one begun before is finished."""
+    def begin(self) -> bool:
+        """Begin the message once more, after the one before; return whether it is finished."""
 
     def free(self, *, finished: bool) -> None:
         """Give back what the transport keeps for it; before the group ends."""
@@ -29,8 +29,9 @@ class PlainRepeated:
     def __init__(self, start: Callable[[], Handle]) -> None:
         self._start = start
 
-    def begin(self) -> None:
+    def begin(self) -> bool:
         self._handle = self._start()
+        return self._handle.done()
 
     def done(self) -> bool:
         return self._handle.done()

@@ -451,27 +451,35 @@ MESSAGES: Final = (
     ),
     Fault(
         "receive overtakes: a repeated receive comes before one from any rank that waits",
-        "arraycomm/_messages/matching.py",
-        "            if self._waiting:\n                return False\n            message.begin()",
-        "            message.begin()",
+        "arraycomm/_messages/fast_messages.py",
+        "        return not self.busy and self._group.closed is None and self._matcher.idle()",
+        "        return not self.busy and self._group.closed is None",
         _REPEATED,
         run=_REPEATED_RUN,
     ),
     Fault(
         "envelope under way: a repeated send writes into the envelope of the one before",
         "arraycomm/_messages/fast_messages.py",
-        "        self.busy = not self._message.done()\n        return not self.busy",
-        "        self.busy = False\n        return self._message.done()",
+        "        self.busy = not self._message.begin()\n        return not self.busy",
+        "        self.busy = False\n        return self._message.begin()",
         _REPEATED,
         run=_REPEATED_RUN,
     ),
     Fault(
+        "interrupted message: a communicator goes on after the call of a message was interrupted",
+        "arraycomm/_messages/messages.py",
+        "        if isinstance(error, TransportError) or not isinstance(error, Exception):",
+        "        if isinstance(error, TransportError):",
+        ("a_message_interrupted_at_any_moment_leaves_nobody_a_wrong_result",),
+        run="properties/test_giving_up_laws.py",
+    ),
+    Fault(
         "send complete too early: a long message counts as sent before it is received",
         "arraycomm/_transports/mailbox.py",
-        "        self._taken = len(buffer) <= Transport.copied\n"
-        "        self._buffer: Bytes = buffer.copy() if self._taken else buffer",
-        "        self._taken = True\n"
-        "        self._buffer: Bytes = buffer.copy() if len(buffer) <= Transport.copied else buffer",
+        "        self.taken = len(buffer) <= Transport.copied\n"
+        "        self.buffer: Bytes = buffer.copy() if self.taken else buffer",
+        "        self.taken = True\n"
+        "        self.buffer: Bytes = buffer.copy() if len(buffer) <= Transport.copied else buffer",
         ("finished_requests_are_finished",),
     ),
     Fault(

@@ -84,7 +84,7 @@ def test_thread_that_is_about_to_end_takes_a_program_all_the_same(
 def test_thread_leaves_alone_what_a_caller_takes_over_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(progress, "_GLANCE", 0.5)
+    monkeypatch.setattr(progress, "GLANCE", 0.5)
     outstanding = Outstanding()
     outstanding.programs.append(Program(time.monotonic()))
     for _ in range(30):

@@ -13,9 +13,10 @@ from arraycomm._protocol.waits.waiting import NAP, PATIENCE, give_up_core, nap_o
 from arraycomm._transports.base import Handle
 from arraycomm._transports.control import ControlChannel, SharedControl
 
-# Seconds in which ranks that call at about the same time have all called; and after which the
-# thread takes up what a caller leaves alone. Most wait at once, and would share the interpreter.
-_GLANCE: Final = 2e-4
+# Seconds in which ranks that call at about the same time have all called: nobody asks before why
+# others are late. After them the thread takes up what a caller leaves alone. Most wait at once, and
+# would share the interpreter.
+GLANCE: Final = 2e-4
 # Polls between two times that the thread gives up the core.
 _POLLS: Final = 32
 # Seconds without the GIL: the longest wait for a rank that is late.
@@ -115,8 +116,8 @@ class ProgressThread:
                     self._thread = None
                     return False
             before = left
-            time.sleep(_GLANCE)
-            waited = 0.0 if left else waited + _GLANCE
+            time.sleep(GLANCE)
+            waited = 0.0 if left else waited + GLANCE
 
     def _push(self) -> None:
         self._woken[0] = 0
@@ -162,6 +163,6 @@ class ProgressThread:
         now = clock.now()
         return any(
             now - program.since
-            < (_GLANCE if isinstance(program.waiting, ControlChannel) else PATIENCE)
+            < (GLANCE if isinstance(program.waiting, ControlChannel) else PATIENCE)
             for program in self._active()
         )

@@ -31,9 +31,10 @@ class MpiSend(MpiRepeated):
     def __init__(self, comm: MPI.Intracomm, buffer: Bytes, dest: int, tag: int) -> None:
         self._start, self._arguments = comm.Isend, ([buffer, MPI.BYTE], dest, tag)
 
-    def begin(self) -> None:
+    def begin(self) -> bool:
         try:
-            self._request = self._start(*self._arguments)
+            request = self._request = self._start(*self._arguments)
+            return request.Test()
         except MPI.Exception as error:
             raise translated(error) from error
 
@@ -46,9 +47,10 @@ class MpiReceive(MpiRepeated):
     def __init__(self, comm: MPI.Intracomm, buffer: Bytes, source: int, tag: int) -> None:
         self._request = comm.Recv_init([buffer, MPI.BYTE], source, tag)
 
-    def begin(self) -> None:
+    def begin(self) -> bool:
         try:
             self._request.Start()
+            return self._request.Test()
         except MPI.Exception as error:
             raise translated(error) from error
 
