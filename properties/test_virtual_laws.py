@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import suppress
+from copy import deepcopy
 from importlib import import_module
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -250,7 +251,8 @@ def train_torch(comm: Any, program: Program, state: Any, to_the_end: bool) -> An
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     if state is not None:
         model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
+        # Torch would keep the very arrays, which are those of other ranks as well.
+        optimizer.load_state_dict(deepcopy(state["optimizer"]))
     options = {"bucket_bytes": program.bucket_bytes, "virtual_ranks": program.virtual}
     optimizer = ac.DistributedOptimizer(optimizer, comm=comm, verify_every=1, **options)
     losses, total, seen = list(state["losses"]) if state else [], (), None
@@ -265,7 +267,8 @@ def train_torch(comm: Any, program: Program, state: Any, to_the_end: bool) -> An
         optimizer.zero_grad()
         if not (program.skipped and share.virtual_rank % program.skipped == 1):
             loss.backward()
-            if program.clips:
+            # Where some have no backward pass, none may change what they alone have reduced by then.
+            if program.clips and not program.skipped:
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         mean, total = ac.mean_metrics(loss.item(), float(weights.sum()), onto=total, comm=comm)

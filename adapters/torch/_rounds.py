@@ -137,6 +137,8 @@ class BucketRounds:
             return False
         worked = [rank for rank, other in enumerate(first.places) if other.worked]
         if worked and len(worked) < len(first.places):
+            if self._gradients.virtual is not None and _need_comparison(first.places):
+                raise _changed_by_some(worked)
             self._hand_over(worked[0])
         elif _need_comparison(first.places):
             compare(self._parameters)
@@ -153,6 +155,14 @@ class BucketRounds:
         grads, comm = self._parameters.grads, self._gradients.comm
         mine = grads if comm.rank == root else [None] * len(grads)
         self._parameters.replace(ac.allreduce_gradients(mine, "sum", comm=comm))
+
+
+def _changed_by_some(ranks: Sequence[int]) -> RuntimeError:
+    return RuntimeError(
+        f"DistributedOptimizer: .grad was changed after backward() on some of the ranks {ranks}, "
+        "and the others had no backward pass in this round of virtual ranks, so that the step would "
+        "depend on the number of ranks; differentiate 0 * loss where a virtual rank has nothing"
+    )
 
 
 def _need_comparison(places: Sequence[Any]) -> bool:
