@@ -160,7 +160,7 @@ class BucketRounds:
 def _changed_by_some(ranks: Sequence[int]) -> RuntimeError:
     return RuntimeError(
         f"DistributedOptimizer: .grad was changed after backward() on some of the ranks {ranks}, "
-        "and the others had no backward pass in this round of virtual ranks, so that the step would "
+        "and the others had no backward pass in this round of virtual ranks, so the step would "
         "depend on the number of ranks; differentiate 0 * loss where a virtual rank has nothing"
     )
 
