@@ -400,7 +400,7 @@ ARRAYS: Final = (
         _FAST,
         "            made, into = self._new()",
         "            made, into = x, address",
-        ("results_are_nobody_elses", "input_is_not_modified"),
+        ("tensors_that_repeat_are_read_as_they_are_once",),
         frameworks=True,
         compiled=True,
     ),
