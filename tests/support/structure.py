@@ -118,9 +118,9 @@ def numbers() -> dict[str, tuple[int, int | None]]:
         "lines of the longest module": (max(map(lines, paths.values())), 765),
         "modules flat in arraycomm/": (flat(package), 16),
         "modules flat in one room": (max(map(flat, rooms)), 18),
-        "lines of the package": (sum(map(lines, [*paths.values(), *native])), 63_400),
+        "lines of the package": (sum(map(lines, [*paths.values(), *native])), 66_000),
         "lines of the core": (sum(map(lines, [*core, *native])), None),
-        "lines of the tests": (sum(map(lines, tests)), 59_300),
+        "lines of the tests": (sum(map(lines, tests)), 61_500),
         "lines of the studies": (sum(map(lines, studies)), None),
     }
 
