@@ -219,6 +219,10 @@ def testall(requests: Iterable[Request[Any]]) -> bool:
     return all(finished)
 
 
+# pytest takes it for no test of the module that imports it.
+testall.__test__ = False  # type: ignore[attr-defined]
+
+
 class Pending(Protocol):
     """What has a result in the end."""
 
