@@ -282,19 +282,20 @@ class Parameters:
         if self.is_counted:
             self.touched += [number for number, reduced in leaves.items() if reduced is not None]
 
-    def settle_virtual(self, means: Mapping[int, Any], *, sent_only: bool) -> None:
-        """Take over the means of virtual ranks; or before the last round, let go what was sent."""
+    def settle_virtual(self, means: Mapping[int, Any]) -> None:
+        """Take over the means of virtual ranks, and let go what else was sent.
+
+        That is all before the last round, and in it what only a rank that plays none has had.
+        """
         tensors = self.tensors
-        if not sent_only:
-            self.settle({number: _like(tensors[number], mean) for number, mean in means.items()})
-            return
-        for number in self._sent:
+        for number in self._sent - means.keys():
             slot, tensor = self.slots[number], tensors[number]
             slot.forget_sent()
             tensor.grad, slot.base = slot.base, None
             slot.note_reduced(tensor.grad)
         self._unchanged = False
-        self.touched += self._sent
+        self.touched += self._sent - means.keys()
+        self.settle({number: _like(tensors[number], mean) for number, mean in means.items()})
 
     def settle_all(self, reduced: Sequence[Any]) -> None:
         """Take over the reduced gradients of all parameters."""

@@ -60,8 +60,7 @@ class BucketRounds:
         """End a round of virtual ranks: its gradients are the mean, or none before the last."""
         virtual = self._gradients.virtual
         if virtual is not None and not virtual.is_complete:
-            means = virtual.complete()
-            self._parameters.settle_virtual(means, sent_only=not virtual.is_last)
+            self._parameters.settle_virtual(virtual.complete())
 
     def _finish(self, place: Any, backward: Backward | None) -> None:
         self._complete()
