@@ -58,8 +58,8 @@ HISTORIES: Final = (
     Fault(
         "request from the end: a prepared request sends the elements from the last to the first",
         _FAST,
-        "        exchange.post(own if self._sends is None or own.flags.c_contiguous else own.copy())\n",
-        "        exchange.post(own if self._sends is None else own.reshape(-1)[::-1].copy())\n",
+        "        exchange.post(own)\n",
+        "        exchange.post(own if not isinstance(own, np.ndarray) else own.reshape(-1)[::-1].copy())\n",
         _AGAIN,
         compiled=True,
     ),
