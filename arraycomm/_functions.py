@@ -116,8 +116,9 @@ def allreduce_gradients(
     -----
     With `onto`, the gradients of k parts of a batch have one sum, to the bit, on any number of
     ranks: in turn t, each rank r passes those of part t · size + r. A rank without a part in the
-    last turn passes -0.0 everywhere, which changes no number that it is added to; None would count
-    as zeros, which make 0.0 of -0.0. Gradients on devices go through host memory.
+    last turn passes -0.0 in every leaf that some part has, which changes no number that it is added
+    to; None would count as zeros, which make 0.0 of -0.0. Gradients on devices go through host
+    memory.
 
     Gradients are reduced in every step, so memory for results of these shapes is kept until a call
     has other shapes: twice the tree's bytes at most. It is used again once its results are gone.

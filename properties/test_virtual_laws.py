@@ -143,7 +143,13 @@ def test_a_total_goes_on_from_call_to_call(training: Gradients, planned: bool) -
         for rank in played(comm, training.virtual):
             parts = training.of(rank, 0)
             if rank == 99:
-                parts = [-np.zeros_like(part) for part in training.zeros()]
+                # What no part has stays None.
+                every = zip(
+                    *(training.of(each, 0) for each in range(training.virtual)), strict=True
+                )
+                had = [any(part is not None for part in parts) for parts in every]
+                zeros = zip(training.zeros(), had, strict=True)
+                parts = [-np.zeros_like(zero) if there else None for zero, there in zeros]
             if plan is not None:
                 total = plan(parts, onto=total)
             else:

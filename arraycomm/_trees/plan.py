@@ -11,7 +11,7 @@ from arraycomm._calls.requests import ProcessBound
 from arraycomm._calls.runner import Runner
 from arraycomm._cuda.placement import DevicePlacement
 from arraycomm._dtypes import check_op, name_of
-from arraycomm._entries import opaque
+from arraycomm._entries import entry
 from arraycomm._protocol.agreement import Agreement
 from arraycomm._protocol.header import Settings, Signature
 from arraycomm._reduce.chunks import reserve
@@ -109,7 +109,7 @@ class Plan(ProcessBound):
         # By which the fast path of its calls is found, if they have one.
         self._place = object() if self._plain and few else None
 
-    @opaque
+    @entry
     def __call__(self, tree: TreeT, *, onto: Any = None, timeout: float | None = None) -> TreeT:
         if onto is not None:
             return self._runner.call_within(timeout, RunPlanOnto, self, tree, onto)

@@ -60,7 +60,7 @@ HISTORIES: Final = (
         _FAST,
         "        exchange.post(own)\n",
         "        exchange.post(own if not isinstance(own, np.ndarray) else own.reshape(-1)[::-1].copy())\n",
-        _AGAIN,
+        (*_AGAIN, "requests_that_repeat_give_what_blocking_calls_give"),
         compiled=True,
     ),
     Fault(
