@@ -101,12 +101,12 @@ def test_a_fold_is_the_sum_of_fractions(name, rows, count, seed) -> None:
 
 @given_here(
     name=st.sampled_from(DTYPES),
-    columns=st.integers(1, 700),
-    rows=st.sampled_from((0, 1, 3, 130, 1_500)),
+    columns=st.integers(1, 2) | st.integers(1, 700),
+    rows=st.sampled_from((0, 1, 3, 130, 1_500, 9_000)),
     seed=seeds(),
 )
 def test_words_are_the_same_integers_in_c(name, columns, rows, seed) -> None:
-    """Whatever the rows of a column are, and so are the roundings."""
+    """Whatever the rows of a column are, and so are the roundings; NaN counts for infinities beside it."""
     dtype, count = dtype_of(name), min(rows, 90_000 // columns) * columns
     x = numbers(dtype, count * (2 if dtype in COMPLEX else 1), seed)
     x = x.view(dtype).reshape(-1, columns)
@@ -114,10 +114,23 @@ def test_words_are_the_same_integers_in_c(name, columns, rows, seed) -> None:
     for way in WORDS:
         words, out = np.zeros(columns * exact.words_of(dtype), exact.WORD), np.empty(columns, dtype)
         way.add_rows(dtype, x, words)
+        table = words.reshape(-1, exact.words_of(np.dtype(np.float64)))
+        table[table[:, -3] > 0, -3:] = (1, 0, 0)
         kept = words.tobytes()
         way.round_words(dtype, words, out)
         found.append((kept, out))
     assert all(kept == found[0][0] and same_bits(out, found[0][1]) for kept, out in found)
+
+
+@pytest.mark.parametrize("more", [0, 1, 1 << 21])
+def test_any_number_of_equal_numbers_may_be_added_up(more) -> None:
+    """All bits of their fractions are set, which is the most that a sum of them has to hold."""
+    count, one = (1 << 21) + more, np.nextafter(2.0, 0)
+    for way in WORDS:
+        words, out = np.zeros(exact.words_of(np.dtype(np.float64)), exact.WORD), np.empty(1)
+        way.add_rows(out.dtype, np.full((count, 1), one), words)
+        way.round_words(out.dtype, words, out)
+        assert out[0] == rounded([float(count), -count * 2.0**-52, float(count)], out.dtype)
 
 
 @pytest.fixture(params=["whole", "in pieces"])

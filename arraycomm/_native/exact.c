@@ -13,6 +13,9 @@ enum { TERMS = 512 };
 /* The chunks of a column that are added up as doubles before these are put into words. */
 enum { CHUNKS = 128 };
 
+/* The rows from which on columns are long, if they are at most so many. */
+enum { LONG = 4096, LONG_COLUMNS = 2 };
+
 typedef union {
     double number;
     uint64_t bits;
@@ -83,6 +86,15 @@ static void narrow(const Arithmetic *with, void *elements, const double *reals, 
 
 /* ---- words ------------------------------------------------------------------------------------------ */
 
+/* Add a value below 2^53, or take it away if `minus` is -1, from a place of the integer on. */
+static inline void add_at(int64_t *words, unsigned place, uint64_t value, int64_t minus)
+{
+    const unsigned shift = place % 32;
+    int64_t *const low = words + place / 32;
+    low[0] += ((int64_t)(value << shift & 0xffffffff) ^ minus) - minus;
+    low[1] += ((int64_t)(value >> (32 - shift)) ^ minus) - minus;
+}
+
 static inline void add_number(int64_t *words, double number)
 {
     const uint64_t bits = (Float64){number}.bits, fraction = bits & 0xfffffffffffff;
@@ -91,12 +103,8 @@ static inline void add_number(int64_t *words, double number)
         ++words[fraction ? NANS : bits >> 63 ? MINUS_INFINITIES : INFINITIES];
         return;
     }
-    const unsigned place = exponent - (exponent != 0), shift = place % 32;
     const uint64_t significand = fraction | (uint64_t)(exponent != 0) << 52;
-    const int64_t minus = -(int64_t)(bits >> 63);
-    int64_t *const low = words + place / 32;
-    low[0] += ((int64_t)(significand << shift & 0xffffffff) ^ minus) - minus;
-    low[1] += ((int64_t)(significand >> (32 - shift)) ^ minus) - minus;
+    add_at(words, exponent - (exponent != 0), significand, -(int64_t)(bits >> 63));
 }
 
 /* Let each word but the last have 32 bits and no sign. */
@@ -241,13 +249,68 @@ static void add_chunks(const Rows *all, size_t first, size_t end, int64_t *words
     carry_all(words, all->columns);
 }
 
+/* ---- long columns ----------------------------------------------------------------------------------- */
+
+enum { BINADES = 4096, COUNT = 41, MOST_NUMBERS = 1 << (COUNT - 20) };
+
+/* The sums of the fractions of all numbers of one sign and exponent: of the low 32 bits, and of the 20 above, with the count
+ * of the numbers before these. It is a "large superaccumulator" (see exact.h), but for that a chunk is two integers, which
+ * hold MOST_NUMBERS. They lie half a page apart: to a processor, addresses with the same last 12 bits may seem to be one. */
+typedef struct {
+    uint64_t low[BINADES], apart[256], high[BINADES];
+} Fractions;
+
+/* Add the sums to the words, each of which gets less than TERMS numbers. Infinities beside NaN count as NaN. */
+static void add_fractions(const Fractions *sums, int64_t *words)
+{
+    for (unsigned binade = 0; binade < BINADES; ++binade) {
+        const uint64_t low = sums->low[binade], high = sums->high[binade] & (((uint64_t)1 << COUNT) - 1);
+        const uint64_t count = sums->high[binade] >> COUNT;
+        const unsigned exponent = binade % 2048, place = exponent - (exponent != 0), minus = binade / 2048;
+        if (count && exponent == 0x7ff) {
+            words[low || high ? NANS : minus ? MINUS_INFINITIES : INFINITIES] += (int64_t)count;
+        } else if (count) {
+            add_at(words, place, low, -(int64_t)minus);
+            add_at(words, place + 32, high + (exponent ? count << 20 : 0), -(int64_t)minus);
+        }
+    }
+    carry(words);
+}
+
+/* Add some rows, at most MOST_NUMBERS, that lie side by side and have at most LONG_COLUMNS. */
+static void add_long(const Rows *all, size_t first, size_t end, int64_t *words)
+{
+    _Alignas(64) Fractions sums[LONG_COLUMNS];
+    _Alignas(64) double wide[EXACT_BLOCK];
+    const bool is_wide = has_doubles(all->with);
+    const size_t step = is_wide ? LONG : all->step;
+    memset(sums, 0, all->columns * sizeof *sums);
+    for (size_t row = first; row < end; row += step) {
+        const size_t count = (end - row < step ? end - row : step) * all->columns;
+        if (!is_wide) widen_chunk(all, wide, row);
+        const char *const reals = is_wide ? all->x + row * all->stride : (const char *)wide;
+        for (size_t column = 0; column < all->columns; ++column) {
+            Fractions *const sum = sums + column;
+            for (size_t i = column; i < count; i += all->columns) {
+                uint64_t bits;
+                memcpy(&bits, reals + i * sizeof bits, sizeof bits);
+                sum->low[bits >> 52] += bits & 0xffffffff;
+                sum->high[bits >> 52] += (bits >> 32 & 0xfffff) + ((uint64_t)1 << COUNT);
+            }
+        }
+    }
+    for (size_t column = 0; column < all->columns; ++column) add_fractions(sums + column, words + column * EXACT_WORDS);
+}
+
 /* Add so many columns of an array, of which that many bytes are a row. */
 static void add_columns(const Arithmetic *with, const char *x, size_t rows, size_t columns, size_t stride, int64_t *words)
 {
     const bool side_by_side = stride == columns * (with->itemsize / with->parts);
     const Rows all = {with, x, rows, columns, stride, side_by_side ? EXACT_BLOCK / columns : 1};
-    const size_t most = CHUNKS * all.step;
-    for (size_t row = 0; row < rows; row += most) add_chunks(&all, row, rows - row < most ? rows : row + most, words);
+    const bool is_long = side_by_side && rows >= LONG && columns <= LONG_COLUMNS;
+    const size_t most = is_long ? MOST_NUMBERS / all.step * all.step : CHUNKS * all.step;
+    for (size_t row = 0; row < rows; row += most)
+        (is_long ? add_long : add_chunks)(&all, row, rows - row < most ? rows : row + most, words);
 }
 
 void add_rows(const Arithmetic *with, const void *x, size_t rows, size_t columns, int64_t *words)
