@@ -9,8 +9,9 @@
 #include "folds.h"
 
 /* An exact sum of any real numbers is an integer of so many words, of 32 bits each but for the last, in units of 2^-1074;
- * then come the counts of NaN, of inf and of -inf (those beside NaN may count as NaN): a "small superaccumulator" (Neal: Fast exact summation using small and
- * large superaccumulators, 2015). Those of several ranks are added up word by word. */
+ * then come the counts of NaN, of inf and of -inf, of which those beside NaN may count as NaN: a "small superaccumulator"
+ * (Neal: Fast exact summation using small and large superaccumulators, 2015). Those of several ranks are added up word by
+ * word. */
 enum { SUM_WORDS = 67, NANS = SUM_WORDS, INFINITIES, MINUS_INFINITIES, EXACT_WORDS };
 
 /* Fold `count` elements from `start` on of all rows into outs[0], or of those up to row k into outs[k] if `every`. */
