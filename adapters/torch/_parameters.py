@@ -288,11 +288,16 @@ class Parameters:
         That is all before the last round, and in it what only a rank that plays none has had.
         """
         tensors = self.tensors
-        for number in self._sent - means.keys():
-            slot, tensor = self.slots[number], tensors[number]
-            slot.forget_sent()
-            tensor.grad, slot.base = slot.base, None
-            slot.note_reduced(tensor.grad)
+        for number, (slot, tensor) in enumerate(zip(self.slots, tensors, strict=True)):
+            if number in means:
+                continue
+            if number in self._sent:
+                slot.forget_sent()
+                tensor.grad, slot.base = slot.base, None
+                slot.note_reduced(tensor.grad)
+            elif tensor.grad is not None and slot.is_stale(tensor.grad) and not tensor.grad.any():
+                # Zeros of zero_grad(), which ranks that have sent a gradient have no more.
+                tensor.grad = None
         self._unchanged = False
         self.touched += self._sent - means.keys()
         self.settle({number: _like(tensors[number], mean) for number, mean in means.items()})
