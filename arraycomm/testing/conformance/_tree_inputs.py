@@ -90,7 +90,7 @@ def metrics(draw: st.DrawFn) -> tuple[Sealed[Any], Sealed[Any]]:
     array = st.lists(number, min_size=count, max_size=count).map(np.array)
     values = st.tuples(number, st.integers(-100, 100), array)
     # Numbers of samples beyond the integers of float32, and the least of them beside the largest.
-    weight = st.integers(0, 9) | st.floats(0, 2.0**10) | st.integers(2**24, 2**40)
+    weight = st.integers(0, 9) | st.floats(2.0**-149, 2.0**10) | st.integers(2**24, 2**40)
     return draw(sealed(ranked.per_rank(values))), draw(sealed(ranked.per_rank(weight)))
 
 
