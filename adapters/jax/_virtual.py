@@ -169,8 +169,12 @@ class VirtualUpdates:
             return changes, VirtualState(jnp.zeros_like(state.count), nothing, inner)
 
         def wait() -> tuple[Any, VirtualState]:
-            nothing = [None if leaf is None else jnp.zeros_like(leaf) for leaf in likes]
-            changes = jax.tree.unflatten(structure, nothing)
+            if traced:
+                # A program has one type of updates, which need not be that of parameters.
+                changes = jax.tree.map(jnp.zeros_like, jax.eval_shape(apply)[0])
+            else:
+                nothing = [None if leaf is None else jnp.zeros_like(leaf) for leaf in likes]
+                changes = jax.tree.unflatten(structure, nothing)
             totals = jax.tree.unflatten(of_sums, new)
             return changes, VirtualState(state.count + size, totals, state.inner)
 

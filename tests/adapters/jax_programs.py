@@ -642,6 +642,23 @@ def virtual_ranks_update_alike_on_any_number_of_ranks() -> None:
         assert_same(train(comm, dtype, compiled=True), expected)
 
 
+def virtual_ranks_compile_updates_unlike_the_parameters() -> None:
+    """Updates of another dtype than the parameters', and None for a leaf without a gradient."""
+    count, dtype = ac.world().size + 1, jnp.bfloat16
+    schedule = optax.linear_schedule(0.1, 0.01, 3)
+    for plain in (optax.sgd(0.1), optax.inject_hyperparams(optax.sgd)(learning_rate=schedule)):
+        optimizer = ac.DistributedOptimizer(plain, virtual_ranks=count)
+        params = {"a": jnp.ones(3, dtype), "b": jnp.ones(2, dtype)}
+        for passed in (params, None):
+            seen = []
+            for update in (optimizer.update, jax.jit(optimizer.update)):
+                state = optimizer.init(params)
+                for _ in range(2):
+                    changes, state = update({"a": jnp.ones(3, dtype), "b": None}, state, passed)
+                seen.append(changes["a"])
+            assert_same(*seen)
+
+
 def every_schedule_is_compiled_as_in_one_process() -> None:
     def trained(wrap: Callable[[Any], Any]) -> dict[str, Any]:
         made = {name: wrap(optax.sgd(each)) for name, each in optax_table.SCHEDULES.items()}
