@@ -153,12 +153,18 @@ class DeviceMemory(abc.ABC):
 
     @abc.abstractmethod
     def write(self, word: int, value: int) -> None:
-        """Write a number to the address of one of the `words` once the device comes to it."""
+        """Write a number of 32 bits to an address once the device comes to it.
+
+        It is that of one of the `words`, or in this memory.
+        """
 
     @abc.abstractmethod
-    def spoil(self, device_buffer: DeviceBuffer, given_up: int) -> None:
+    def spoil(
+        self, device_buffer: DeviceBuffer, given_up: int, digests: DeviceBuffer | None = None
+    ) -> None:
         """Set every bit if the word at `given_up`, one of `words`, is not 0 then on the device.
 
+        Also if not all `digests` are equal. They are numbers of 64 bits.
         Floating-point numbers are NaN then.
         """
 

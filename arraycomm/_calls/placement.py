@@ -111,8 +111,11 @@ class HostPlacement:
         """Return a context in which a view by `view_other_out` is written."""
         return _HERE
 
-    def run(self, steps: Steps) -> Steps:
-        """Run what follows the header."""
+    def run(self, steps: Steps, digest: int = 0) -> Steps:
+        """Run what follows the header, or goes ahead of its check.
+
+        If some ranks may go ahead, `digest` is what all ranks' calls have alike; otherwise it is 0.
+        """
         return steps
 
 

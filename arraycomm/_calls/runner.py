@@ -22,7 +22,14 @@ from arraycomm._errors import name_operation
 from arraycomm._protocol.agreement import Agreement, UndeliveredError, agree, fail_in_step
 from arraycomm._protocol.engine import Engine
 from arraycomm._protocol.group import Group
-from arraycomm._protocol.header import Signature, encode, show, with_words
+from arraycomm._protocol.header import (
+    ALL_ON_DEVICE,
+    Signature,
+    digest_of,
+    encode,
+    show,
+    with_words,
+)
 from arraycomm._protocol.task import Task
 from arraycomm._transports.base import Handle, Steps
 
@@ -226,12 +233,11 @@ class Runner:
         if group.closed is not None:
             raise group.closed_error(operation.name)
         group.watchdog.current = (operation.name, site)
-        independent = operation.header_independent and operation.payload is None
-        if independent and not group.options.check:
+        if _is_independent(operation) and not group.options.check:
             # Counted as two steps, so that exit notices tell before from after.
             group.control.step += 2
             return (yield from self._finish(operation, NO_HEADERS))
-        deferred = placement.async_check and (independent or operation.independent_on_devices)
+        deferred = placement.async_check and _may_go_ahead(operation)
         # The header may be checked later, in whichever thread.
         where = (site or find_call_site()) if deferred else site
         show(group.control, prefix_of(operation), operation.payload)
@@ -269,7 +275,11 @@ class Runner:
         return (yield from self._finish(operation, agreement))
 
     def _finish(self, operation: Operation, agreement: Agreement) -> Steps:
-        return operation.placement.run(_finished(operation, agreement))
+        placement, digest = operation.placement, 0
+        if placement.in_order and self.group.options.check and _may_go_ahead(operation):
+            # That of ranks which go ahead, also on one that takes part from its host.
+            digest = digest_of(_encoded(operation.signature, -1, device_flag=ALL_ON_DEVICE))
+        return placement.run(_finished(operation, agreement), digest)
 
     def _failing(self, name: str, errors: list[Exception], traceback: str) -> Steps:
         """Join the others' call by raising in it; no frame of the traceback keeps the error."""
@@ -312,6 +322,15 @@ def prefix_of(operation: Operation) -> bytes:
     prefix = _encoded(operation.signature, payload, device_flag=flag)
     word, further = operation.word, operation.further_words
     return with_words(prefix, word, further) if word or further else prefix
+
+
+def _is_independent(operation: Operation) -> bool:
+    return operation.header_independent and operation.payload is None
+
+
+def _may_go_ahead(operation: Operation) -> bool:
+    """Return whether the call need not wait for the check of its header on a rank's device."""
+    return _is_independent(operation) or operation.independent_on_devices
 
 
 def _finished(operation: Operation, agreement: Agreement) -> Steps:

@@ -14,7 +14,7 @@ from arraycomm._arrays.current_device import driver, working_on
 from arraycomm._arrays.device_memory import Array, DeviceBuffer, DeviceMemory, Piece
 from arraycomm._arrays.pinned import pinned
 from arraycomm._cuda.driver import NOT_READY, call, check, status_of
-from arraycomm._cuda.kernels import Kernels
+from arraycomm._cuda.kernels import Kernels, Shown
 from arraycomm._cuda.streams import cupy_stream
 from arraycomm._dtypes import DType
 from arraycomm._errors import BackendUnavailableError, TransportError
@@ -285,11 +285,13 @@ class CudaMemory(DeviceMemory):
         with current(self.device):
             call(self.device, "cuStreamWriteValue32_v2", self.stream, word, value, 0)
 
-    def spoil(self, device_buffer: DeviceBuffer, given_up: int) -> None:
-        nbytes = device_buffer.nbytes
+    def spoil(
+        self, device_buffer: DeviceBuffer, given_up: int, digests: DeviceBuffer | None = None
+    ) -> None:
+        nbytes, shown = device_buffer.nbytes, Shown.of(digests)
         if nbytes:
             with current(self.device):
-                self._kernels.spoil(device_buffer.address, nbytes, given_up, self.stream)
+                self._kernels.spoil(device_buffer.address, nbytes, given_up, shown, self.stream)
 
     def close(self) -> None:
         # CuPy's pool keeps memory for each stream, and would keep it for one that is gone.

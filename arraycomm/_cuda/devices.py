@@ -44,7 +44,14 @@ from arraycomm._native import compiled
 from arraycomm._protocol.agreement import Agreement
 from arraycomm._protocol.details import exchange_details
 from arraycomm._protocol.group import Group
-from arraycomm._protocol.header import ALL_ON_DEVICE, ON_HOST, digest
+from arraycomm._protocol.header import (
+    ALL_ON_DEVICE,
+    ON_HOST,
+    Signature,
+    digest,
+    digest_of,
+    encode,
+)
 from arraycomm._protocol.waits import clock
 from arraycomm._reduce.selection import GATHER_BYTES
 from arraycomm._transports.base import Steps
@@ -107,9 +114,9 @@ class _Progress:
         if self.pending:
             _GIVEN_UP.append(self)
 
-    def guard(self, result: DeviceBuffer) -> None:
-        """Spoil a result if its call is given up before the device comes here."""
-        result.memory.spoil(result, self.addresses[1])
+    def guard(self, result: DeviceBuffer, digests: DeviceBuffer | None) -> None:
+        """Spoil a result if its call is given up before the device comes here, or digests differ."""
+        result.memory.spoil(result, self.addresses[1], digests)
 
 
 # The memory to which a device may still write.
@@ -269,13 +276,13 @@ class Devices(Placements):
             # This thread may have to wait in CUDA for a rank that does not come.
             _watch.add(self)
 
-    def guard(self, result: DeviceBuffer) -> None:
-        """Let nobody take the result of a call that is given up for one that is right.
+    def guard(self, result: DeviceBuffer, digests: DeviceBuffer | None) -> None:
+        """Let nobody take the result of a call for right that is given up, or differs elsewhere.
 
         It is spoilt then, and the next call raises. Elsewhere the call itself raises.
         """
         if self._progress is not None:
-            self._progress.guard(result)
+            self._progress.guard(result, digests)
 
     def leave(self, memory: DeviceMemory, waiters: Waiters | None) -> None:
         """Record that a call has put its work on the device."""
@@ -304,8 +311,10 @@ class Devices(Placements):
         link = link.at(stream)
         with current(device):
             self._scratch = self._scratch or link.empty(GATHER_BYTES, np.dtype(np.uint8))
+            signature = Signature(name, op or None, None, dtype, shape)
+            digests = link.digests_of(digest_of(encode(signature, -1, device_flag=ALL_ON_DEVICE)))
             words = progress.addresses
-            return PreparedCall(framework, operation, shape, link, self._scratch, words)
+            return PreparedCall(framework, operation, shape, link, self._scratch, digests, words)
 
     def put(self, prepared: PreparedCall, found: Found, show: Callable[[None], None]) -> None:
         """Put a prepared call on its stream, after this communicator's work in other streams."""

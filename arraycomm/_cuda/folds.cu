@@ -241,6 +241,12 @@ struct Rows {
     int packed;  // whether all rows and outs are aligned to 16 bytes
 };
 
+// What ranks that go ahead of the check of their headers have gathered: a digest of each rank's header.
+struct Shown {
+    const unsigned long long *digests;  // or null
+    Size ranks;
+};
+
 // The argument of a fold of a few rows, in one launch, which ends a call.
 constexpr int FEW_ROWS = 16;
 
@@ -253,6 +259,7 @@ struct Few {
     const volatile unsigned *given_up;  // the host's memory; or null
     volatile unsigned *word;            // the same, where `number` is written at the end; or null
     unsigned number;
+    Shown shown;
 };
 
 template <class D, int COUNT>
@@ -526,19 +533,26 @@ DEVICE void copy_chunk(const Pieces &pieces) {
         copy_words<char>(source, target, nbytes);
 }
 
-// ---- results of calls that were given up ---------------------------------------------------------
+// ---- results of calls that were given up, or in which the ranks differ ---------------------------------------------------------
 
 struct Spoiled {
     char *target;
     Size nbytes;
     const volatile unsigned *given_up;  // the host's memory
+    Shown shown;
 };
 
-DEVICE bool is_given_up(const volatile unsigned *word) {
-    SHARED unsigned given_up;
-    if (!threadIdx.x) given_up = word ? *word : 0;
+// Whether a call has no result: it was given up, or the ranks do not call the same.
+DEVICE bool is_void(const volatile unsigned *given_up, const Shown &shown) {
+    SHARED bool found;
+    if (!threadIdx.x) {
+        bool differ = given_up && *given_up;
+        if (shown.digests)
+            for (Size rank = 1; rank < shown.ranks; ++rank) differ |= shown.digests[rank] != shown.digests[0];
+        found = differ;
+    }
     MEET;
-    return given_up;
+    return found;
 }
 
 DEVICE void set_all_bits(char *target, Size nbytes) {
@@ -548,13 +562,13 @@ DEVICE void set_all_bits(char *target, Size nbytes) {
 }
 
 DEVICE void spoil_result(const Spoiled &result) {
-    if (is_given_up(result.given_up)) set_all_bits(result.target, result.nbytes);
+    if (is_void(result.given_up, result.shown)) set_all_bits(result.target, result.nbytes);
 }
 
 // Folds a few rows, or spoils the result; tells the host that the device has come here.
 template <class D, class Op>
 DEVICE void fold_few_rows(const Few &call) {
-    if (is_given_up(call.given_up)) {
+    if (is_void(call.given_up, call.shown)) {
         const Size nbytes = call.elements * Size(sizeof(typename D::Element));
         set_all_bits(static_cast<char *>(call.outs[0]), nbytes);
     } else {

@@ -44,6 +44,17 @@ PIECES: Final = np.dtype([("at", PIECE, MAX_PIECES), ("count", np.int32)], align
 FEW_ROWS: Final = 16
 
 
+class Shown(ctypes.Structure):
+    """Where the digests of the ranks' headers are, and how many; the default is none."""
+
+    _fields_ = tuple((name, ctypes.c_int64) for name in ("digests", "ranks"))
+
+    @classmethod
+    def of(cls, digests: DeviceBuffer | None) -> Shown:
+        """Return what a kernel is to compare."""
+        return cls() if digests is None else cls(digests.address, len(digests))
+
+
 class Few(ctypes.Structure):
     """The argument of a fold of a few rows; with addresses of words, it also ends a call."""
 
@@ -53,13 +64,17 @@ class Few(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("count", "before", "more", "packed")),
         *((name, ctypes.c_int64) for name in ("given_up", "word")),
         ("number", ctypes.c_uint32),
+        ("shown", Shown),
     )
 
 
 class Spoiled(ctypes.Structure):
     """The argument of `spoil`."""
 
-    _fields_ = tuple((name, ctypes.c_int64) for name in ("target", "nbytes", "given_up"))
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("target", "nbytes", "given_up")),
+        ("shown", Shown),
+    )
 
 
 THREADS: Final = 256
@@ -103,9 +118,9 @@ class Kernels:
             table["end"] = np.cumsum(-(-sizes // CHUNK_BYTES))
             self._launch("copy_pieces", (), int(table["end"][-1]), argument.ctypes.data, stream)
 
-    def spoil(self, target: int, nbytes: int, given_up: int, stream: int) -> None:
-        """Set all bits of so many bytes if the uint32 at `given_up` is not zero."""
-        argument = Spoiled(target, nbytes, given_up)
+    def spoil(self, target: int, nbytes: int, given_up: int, shown: Shown, stream: int) -> None:
+        """Set all bits of so many bytes if the uint32 at `given_up` is not 0, or digests differ."""
+        argument = Spoiled(target, nbytes, given_up, shown)
         self._launch("spoil", (), spoiling_blocks(nbytes), ctypes.addressof(argument), stream)
 
     def reduce(

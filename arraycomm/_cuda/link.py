@@ -26,6 +26,14 @@ class DeviceLink(Link):
     # Whether only the device, and never the host, waits for the other ranks' movements. Then the
     # device's work starts before the header is checked.
     async_check: bool = False
+    # The digests of all ranks' headers, once they are gathered: see `show`.
+    shown: DeviceBuffer | None = None
+
+    def show(self, digest: int) -> None:
+        """Have the ranks' digests gathered along with the next movement, if it may go ahead.
+
+        All ranks have to do so before the same movement, each with a digest of its own header.
+        """
 
     def take(self, count: int, dtype: DType) -> DeviceBuffer:
         return self.empty(count, dtype)

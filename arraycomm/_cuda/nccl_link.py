@@ -33,6 +33,7 @@ _EXACT: Final = {Kind.INTEGER: frozenset(_OPS)}
 _ROUNDED: Final = {Kind.FLOAT: frozenset(("sum", "prod")), Kind.COMPLEX: frozenset(("sum",))}
 # Of a rank, to check the order of them.
 _NUMBER: Final = np.dtype(np.uint32)
+_DIGEST: Final = np.dtype(np.uint64)
 _FIRST_TO_SHARE: Final = (2, 30)
 
 
@@ -85,6 +86,10 @@ class NcclLink(DeviceLink):
         self.size = size
         self.comm = comm
         self._reproducible = reproducible
+        # A digest of each rank's header, and that of this rank's in full calls. One call at a time
+        # uses them, in the order of the communicator's calls on the device.
+        self._digests = self.empty(size + 1, _DIGEST)
+        self._showing: Call | None = None
 
     @classmethod
     def open(
@@ -146,6 +151,22 @@ class NcclLink(DeviceLink):
         if found.tolist() != list(range(self.size)):
             raise TransportError(f"it gathered the ranks in a wrong order: {found.tolist()}")
 
+    # Digests
+
+    def show(self, digest: int) -> None:
+        if self.size > 1:
+            mine, into = self.digests_of(digest, self._digests[self.size :])
+            self._showing = ("ncclAllGather", mine.address, into.address, _DIGEST.itemsize, UINT8)
+
+    def digests_of(
+        self, digest: int, mine: DeviceBuffer | None = None
+    ) -> tuple[DeviceBuffer, DeviceBuffer]:
+        """Return this rank's digest on the device, in `mine`, and where all ranks' are gathered."""
+        mine = self.empty(1, _DIGEST) if mine is None else mine
+        for half in range(2):
+            self.memory.write(mine.address + 4 * half, digest >> 32 * half & 0xFFFFFFFF)
+        return mine, self._digests[: self.size]
+
     # Movements
 
     def alltoall(self, send: Blocks, recv: Blocks) -> Handle:
@@ -194,6 +215,10 @@ class NcclLink(DeviceLink):
         return ("ncclBroadcast", block.address, block.address, len(block), UINT8, root)
 
     def _start(self, calls: Sequence[Call], *buffers: DeviceBuffer) -> Handle:
+        if self._showing is not None:
+            # Also if this rank moves nothing: others may.
+            calls, self._showing = [self._showing, *calls], None
+            self.shown = self._digests[: self.size]
         if not calls:
             return Nothing()
         self.comm.issue(calls, self.memory.stream, *buffers)

@@ -30,8 +30,8 @@ class Streams(Protocol):
     def begin(self, memory: DeviceMemory) -> None:
         """Put the beginning of a call on the memory's stream, after work in other streams."""
 
-    def guard(self, result: DeviceBuffer) -> None:
-        """Let nobody take the result of a call that is given up for one that is right."""
+    def guard(self, result: DeviceBuffer, digests: DeviceBuffer | None) -> None:
+        """Let nobody take the result of a call for right that is given up, or differs elsewhere."""
 
     def leave(self, memory: DeviceMemory, waiters: Waiters | None) -> None:
         """Record that a call has put its work on the device."""
@@ -105,7 +105,7 @@ class CopiedPlacement(HostPlacement):
         self.in_order = device_flag != ON_HOST
         self.here = Caller(device).here
 
-    def run(self, steps: Steps) -> Steps:
+    def run(self, steps: Steps, digest: int = 0) -> Steps:
         return run_within(self.here, steps)
 
 
@@ -196,15 +196,15 @@ class DevicePlacement(HostPlacement):
         return self.memory.allocate(count * dtype.itemsize).view(dtype)
 
     def commit(self, out: BufferView, flat: Flat, *, direct: bool) -> Any:
+        self.guard(cast(DeviceBuffer, flat))
         if out.device[0] == "cuda":
-            self.guard(cast(DeviceBuffer, flat))
             return arrays.commit_out(cast(arrays.DeviceView, out), flat)
         np.copyto(out.array, self.download(flat, out.shape))
         return commit_out(out)
 
     def guard(self, result: DeviceBuffer) -> None:
-        """Spoil a result on the device if its call is given up."""
-        self._streams.guard(result)
+        """Spoil a result on the device if its call is given up, or the ranks' calls differ."""
+        self._streams.guard(result, self.link.shown)
 
     def download(self, flat: DeviceBuffer, shape: tuple[int, ...]) -> Array:
         """Return device memory as an array on the host; raise if the work on it was aborted."""
@@ -213,13 +213,15 @@ class DevicePlacement(HostPlacement):
         self._streams.check()
         return array
 
-    def run(self, steps: Steps) -> Steps:
+    def run(self, steps: Steps, digest: int = 0) -> Steps:
         """Run the steps in the call's stream, after the link's work in other streams."""
-        return run_within(self.here, self._leaving(steps), ahead=self.in_order)
+        return run_within(self.here, self._leaving(steps, digest), ahead=self.in_order)
 
-    def _leaving(self, steps: Steps) -> Steps:
+    def _leaving(self, steps: Steps, digest: int) -> Steps:
         """Run the steps; let the caller's frameworks continue after the work on the device."""
         self._streams.begin(self.memory)
+        if digest:
+            self.link.show(digest)
         try:
             result = yield from steps
         except UndeliveredError:

@@ -13,7 +13,15 @@ from typing import Any, Final, NamedTuple
 from arraycomm._arrays.device_memory import DeviceBuffer
 from arraycomm._cuda.driver import address_of, check
 from arraycomm._cuda.frameworks import Framework
-from arraycomm._cuda.kernels import THREADS, Few, Spoiled, definitions_of, few_of, function_of
+from arraycomm._cuda.kernels import (
+    THREADS,
+    Few,
+    Shown,
+    Spoiled,
+    definitions_of,
+    few_of,
+    function_of,
+)
 from arraycomm._cuda.kernels import spoiling_blocks as blocks_of_spoil
 from arraycomm._cuda.nccl_link import NcclLink, Operation
 from arraycomm._native import compiled
@@ -39,8 +47,9 @@ class Found(NamedTuple):
 class PreparedCall:
     """One collective of arrays of a framework, dtype and shape, in the stream of a link's memory.
 
-    `scratch` has room for the elements of all ranks, and `words` are the addresses of a call's
-    number and of whether calls are given up.
+    `scratch` has room for the elements of all ranks. `digests` are that of this rank's header and
+    where all ranks' are gathered, and `words` the addresses of a call's number and of whether calls
+    are given up.
     """
 
     def __init__(
@@ -50,6 +59,7 @@ class PreparedCall:
         shape: tuple[int, ...],
         link: NcclLink,
         scratch: DeviceBuffer,
+        digests: tuple[DeviceBuffer, DeviceBuffer],
         words: tuple[int, int],
     ) -> None:
         self.dtype, self.shape, self.nbytes = operation.dtype, shape, operation.nbytes
@@ -60,7 +70,7 @@ class PreparedCall:
         self.stream = link.memory.stream
         event: Any = link.memory.record()
         self.event = event
-        self._scratch = scratch
+        self._scratch, self._digests = scratch, digests
         number, given_up = words
         argument: Any
         if operation.folds:
@@ -75,12 +85,14 @@ class PreparedCall:
             argument = Spoiled(0, nbytes, given_up)
             blocks, name, definitions = blocks_of_spoil(argument.nbytes), "spoil", ()
             at = Spoiled.target.offset, -1
+        argument.shown = Shown.of(digests[1])
         self._call = compiled.DeviceCall(
             functions=(*map(address_of, _OF_CUDA), *link.comm.functions()),
             stream=self.stream,
             event=event.handle,
             comm=link.comm.handle,
             operation=(operation.elements, operation.type, operation.op),
+            digests=(digests[0].address, digests[1].address),
             scratch=scratch.address if operation.folds else 0,
             kernel=function_of(link.memory.device, name, definitions),
             grid=(blocks, THREADS),

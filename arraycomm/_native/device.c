@@ -22,6 +22,8 @@
 enum { IN_PROGRESS = 7, PATIENCE = 1000000 };
 /* What `begin` and `end` return beside 0, if their part is on the stream: an error of NCCL or of CUDA is added to its base. */
 enum { UNFINISHED = 1, NCCL_ERROR = 1 << 12, CUDA_ERROR = 1 << 16 };
+/* ncclDataType_t of plain bytes. */
+enum { BYTES = 1 };
 /* The first handles name default streams, which cannot be captured. */
 enum { DEFAULT_STREAMS = 2 };
 
@@ -56,6 +58,8 @@ typedef struct {
     /* The operation: of `count` elements of a type of NCCL's; an all-reduce by `op`, or an all-gather if that is -1. */
     Py_ssize_t count;
     int type, op;
+    /* Where the digest of this rank's header is, and where those of all ranks are gathered along with the operation. */
+    uint64_t digest, digests;
     /* Where the operation's result goes that a kernel makes the call's of; 0 if it is the call's. */
     uint64_t scratch;
     /* The kernel, its argument, and where in that the address of the result is, and the number of its end, or -1. */
@@ -117,15 +121,15 @@ static int set_argument(DeviceCall *self, PyObject *argument)
 
 static PyObject *device_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
 {
-    static char *names[] = {"functions", "stream", "event", "comm",  "operation", "scratch", "kernel",
-                            "grid",      "argument", "at",  "word", NULL};
+    static char *names[] = {"functions", "stream", "event", "comm", "operation", "digests", "scratch", "kernel",
+                            "grid",      "argument", "at",    "word", NULL};
     PyObject *functions, *argument;
-    unsigned long long stream, event, comm, scratch, kernel, word;
+    unsigned long long stream, event, comm, digest, digests, scratch, kernel, word;
     DeviceCall *self = (DeviceCall *)PyType_GenericAlloc(type, 0);
     if (self == NULL) return NULL;
-    if (!PyArg_ParseTupleAndKeywords(args, keywords, "O!KKK(nii)KK(II)O(nn)K", names, &PyTuple_Type, &functions, &stream,
-                                     &event, &comm, &self->count, &self->type, &self->op, &scratch, &kernel, &self->blocks,
-                                     &self->threads, &argument, &self->out_at, &self->number_at, &word) ||
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "O!KKK(nii)(KK)KK(II)O(nn)K", names, &PyTuple_Type, &functions, &stream,
+                                     &event, &comm, &self->count, &self->type, &self->op, &digest, &digests, &scratch, &kernel,
+                                     &self->blocks, &self->threads, &argument, &self->out_at, &self->number_at, &word) ||
         set_functions(self, functions) || set_argument(self, argument)) {
         Py_DECREF((PyObject *)self);
         return NULL;
@@ -134,6 +138,8 @@ static PyObject *device_new(PyTypeObject *type, PyObject *args, PyObject *keywor
     self->event = (void *)(uintptr_t)event;
     self->comm = (void *)(uintptr_t)comm;
     self->kernel = (void *)(uintptr_t)kernel;
+    self->digest = digest;
+    self->digests = digests;
     self->scratch = scratch;
     self->word = word;
     /* The device that is current now is that of the call. */
@@ -199,7 +205,11 @@ static int put_operation(const DeviceCall *self, uint64_t source)
 {
     const void *const from = (const void *)(uintptr_t)source;
     void *const into = (void *)(uintptr_t)(self->scratch ? self->scratch : self->now.out);
+    const void *const digest = (const void *)(uintptr_t)self->digest;
+    void *const digests = (void *)(uintptr_t)self->digests;
     int result = of_nccl(self->group_start()), end;
+    /* First, as in full calls. */
+    if (!result) result = of_nccl(self->all_gather(digest, digests, sizeof(uint64_t), BYTES, self->comm, self->stream));
     if (!result)
         result = of_nccl(self->op < 0
                              ? self->all_gather(from, into, (size_t)self->count, self->type, self->comm, self->stream)

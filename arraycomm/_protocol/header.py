@@ -256,6 +256,11 @@ def encode(
     )
 
 
+def digest_of(prefix: bytes) -> int:
+    """Return the digest in an encoded header."""
+    return _WORDS.unpack(prefix)[_DIGEST - 1]
+
+
 def with_words(prefix: bytes, word: int, further: Sequence[int] = ()) -> bytes:
     """Return an encoded header with its free word, and of a tree up to `MAX_DIMS` more."""
     words = list(_WORDS.unpack(prefix))

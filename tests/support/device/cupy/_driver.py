@@ -223,13 +223,19 @@ def _pieces(_kernel: _Kernel, argument: int) -> Callable[[], None]:
     return copy
 
 
+def _is_void(argument: Few | Spoiled) -> bool:
+    word, shown = argument.given_up, argument.shown
+    digests = _memory(shown.digests, shown.ranks, np.dtype(np.uint64)) if shown.digests else ()
+    return len(set(digests)) > 1 or bool(word and ctypes.c_uint32.from_address(word).value)
+
+
 def _few(kernel: _Kernel, argument: int) -> Callable[[], None]:
     few = Few.from_buffer_copy(ctypes.string_at(argument, ctypes.sizeof(Few)))
     rows = [_memory(row, few.elements, kernel.dtype) for row in few.rows[: few.count]]
     out = _memory(few.out, few.elements, kernel.dtype)
 
     def fold() -> None:
-        if few.given_up and ctypes.c_uint32.from_address(few.given_up).value:
+        if _is_void(few):
             ctypes.memset(few.out, 0xFF, out.nbytes)
         else:
             _folds.fold(kernel.op, kernel.dtype, [row.copy() for row in rows], out)
@@ -243,7 +249,7 @@ def _spoil(_kernel: _Kernel, argument: int) -> Callable[[], None]:
     spoiled = Spoiled.from_buffer_copy(ctypes.string_at(argument, ctypes.sizeof(Spoiled)))
 
     def spoil() -> None:
-        if ctypes.c_uint32.from_address(spoiled.given_up).value:
+        if _is_void(spoiled):
             ctypes.memset(spoiled.target, 0xFF, spoiled.nbytes)
 
     return spoil
