@@ -58,6 +58,7 @@ from arraycomm._transports.base import Steps
 
 # Seconds between two looks at the work under way on devices.
 _LOOK: Final = 0.02
+_DIGEST: Final = np.dtype(np.uint64)
 
 
 class _Progress:
@@ -144,6 +145,8 @@ class Devices(Placements):
         self._last: Event | None = None
         # For the elements of all ranks in prepared calls, which are in order.
         self._scratch: DeviceBuffer | None = None
+        # Of the headers of one call at a time, which are in order as well.
+        self.digests: DeviceBuffer | None = None
         self._looking = threading.Lock()
         group.on_failure.append(self.abort)
         group.on_exit.append(self.finish)
@@ -272,9 +275,13 @@ class Devices(Placements):
         self._stream = memory.stream
         if self._waits_there:
             self._progress = self._progress or _Progress(memory)
+            self.digests = self.digests or self._room_for_digests(memory)
             self._progress.begin(memory)
             # This thread may have to wait in CUDA for a rank that does not come.
             _watch.add(self)
+
+    def _room_for_digests(self, memory: DeviceMemory) -> DeviceBuffer:
+        return memory.allocate(_DIGEST.itemsize * (self._group.size + 1)).view(_DIGEST)
 
     def guard(self, result: DeviceBuffer, digests: DeviceBuffer | None) -> None:
         """Let nobody take the result of a call for right that is given up, or differs elsewhere.
@@ -301,7 +308,9 @@ class Devices(Placements):
         if framework is None or not isinstance(link, NcclLink) or link.size == 1:
             return None
         device = link.memory.device
-        if compiled is None or progress is None or framework.plain_address(x, device) is None:
+        if compiled is None or progress is None or self.digests is None:
+            return None
+        if framework.plain_address(x, device) is None:
             return None
         (stream,) = framework.streams(device)
         _, shape, _, dtype = framework.export(x, "x", link.memory).layout
@@ -312,8 +321,9 @@ class Devices(Placements):
         with current(device):
             self._scratch = self._scratch or link.empty(GATHER_BYTES, np.dtype(np.uint8))
             signature = Signature(name, op or None, None, dtype, shape)
-            digests = link.digests_of(digest_of(encode(signature, -1, device_flag=ALL_ON_DEVICE)))
-            words = progress.addresses
+            shown, gathered = link.empty(1, _DIGEST), self.digests[: link.size]
+            link.put_digest(digest_of(encode(signature, -1, device_flag=ALL_ON_DEVICE)), shown)
+            digests, words = (shown, gathered), progress.addresses
             return PreparedCall(framework, operation, shape, link, self._scratch, digests, words)
 
     def put(self, prepared: PreparedCall, found: Found, show: Callable[[None], None]) -> None:
@@ -410,7 +420,7 @@ class Devices(Placements):
             return
         self.finish()
         with self._looking:
-            link, self.link, self._scratch = self.link, None, None
+            link, self.link, self._scratch, self.digests = self.link, None, None, None
         link.close()
         link.memory.close()
 

@@ -29,10 +29,11 @@ class DeviceLink(Link):
     # The digests of all ranks' headers, once they are gathered: see `show`.
     shown: DeviceBuffer | None = None
 
-    def show(self, digest: int) -> None:
+    def show(self, digest: int, digests: DeviceBuffer) -> None:
         """Have the ranks' digests gathered along with the next movement, if it may go ahead.
 
         All ranks have to do so before the same movement, each with a digest of its own header.
+        `digests` has room for those of all ranks, and for this one's behind.
         """
 
     def take(self, count: int, dtype: DType) -> DeviceBuffer:

@@ -33,7 +33,6 @@ _EXACT: Final = {Kind.INTEGER: frozenset(_OPS)}
 _ROUNDED: Final = {Kind.FLOAT: frozenset(("sum", "prod")), Kind.COMPLEX: frozenset(("sum",))}
 # Of a rank, to check the order of them.
 _NUMBER: Final = np.dtype(np.uint32)
-_DIGEST: Final = np.dtype(np.uint64)
 _FIRST_TO_SHARE: Final = (2, 30)
 
 
@@ -86,10 +85,8 @@ class NcclLink(DeviceLink):
         self.size = size
         self.comm = comm
         self._reproducible = reproducible
-        # A digest of each rank's header, and that of this rank's in full calls. One call at a time
-        # uses them, in the order of the communicator's calls on the device.
-        self._digests = self.empty(size + 1, _DIGEST)
-        self._showing: Call | None = None
+        # What gathers the digests of the call's headers, in its first movement.
+        self._showing: tuple[Call, DeviceBuffer] | None = None
 
     @classmethod
     def open(
@@ -153,19 +150,17 @@ class NcclLink(DeviceLink):
 
     # Digests
 
-    def show(self, digest: int) -> None:
+    def show(self, digest: int, digests: DeviceBuffer) -> None:
         if self.size > 1:
-            mine, into = self.digests_of(digest, self._digests[self.size :])
-            self._showing = ("ncclAllGather", mine.address, into.address, _DIGEST.itemsize, UINT8)
+            mine, gathered = digests[self.size :], digests[: self.size]
+            self.put_digest(digest, mine)
+            call: Call = ("ncclAllGather", mine.address, gathered.address, mine.nbytes, UINT8)
+            self._showing = call, gathered
 
-    def digests_of(
-        self, digest: int, mine: DeviceBuffer | None = None
-    ) -> tuple[DeviceBuffer, DeviceBuffer]:
-        """Return this rank's digest on the device, in `mine`, and where all ranks' are gathered."""
-        mine = self.empty(1, _DIGEST) if mine is None else mine
+    def put_digest(self, digest: int, into: DeviceBuffer) -> None:
+        """Put a digest on the device, once that comes to it."""
         for half in range(2):
-            self.memory.write(mine.address + 4 * half, digest >> 32 * half & 0xFFFFFFFF)
-        return mine, self._digests[: self.size]
+            self.memory.write(into.address + 4 * half, digest >> 32 * half & 0xFFFFFFFF)
 
     # Movements
 
@@ -217,8 +212,8 @@ class NcclLink(DeviceLink):
     def _start(self, calls: Sequence[Call], *buffers: DeviceBuffer) -> Handle:
         if self._showing is not None:
             # Also if this rank moves nothing: others may.
-            calls, self._showing = [self._showing, *calls], None
-            self.shown = self._digests[: self.size]
+            call, self.shown = self._showing
+            calls, self._showing = [call, *calls], None
         if not calls:
             return Nothing()
         self.comm.issue(calls, self.memory.stream, *buffers)

@@ -27,6 +27,9 @@ from arraycomm._transports.base import Flat, Handle, Steps
 class Streams(Protocol):
     """The order of a communicator's work on its device; see `Devices`."""
 
+    # Room for a digest of each rank's header, and for this one's; None if no call goes ahead.
+    digests: DeviceBuffer | None
+
     def begin(self, memory: DeviceMemory) -> None:
         """Put the beginning of a call on the memory's stream, after work in other streams."""
 
@@ -220,8 +223,8 @@ class DevicePlacement(HostPlacement):
     def _leaving(self, steps: Steps, digest: int) -> Steps:
         """Run the steps; let the caller's frameworks continue after the work on the device."""
         self._streams.begin(self.memory)
-        if digest:
-            self.link.show(digest)
+        if digest and self._streams.digests is not None:
+            self.link.show(digest, self._streams.digests)
         try:
             result = yield from steps
         except UndeliveredError:

@@ -20,7 +20,7 @@ import pytest
 from arraycomm import _folds
 from arraycomm._arrays.device_memory import DeviceBuffer
 from arraycomm._cuda import kernels
-from arraycomm._cuda.kernels import CHUNK_BYTES, MAX_PIECES, MAX_ROWS, Kernels
+from arraycomm._cuda.kernels import CHUNK_BYTES, MAX_PIECES, MAX_ROWS, Kernels, Shown
 from tests.support import nvrtc
 from tests.support.guarded import GUARD, check_guard, guarded, placed, values
 from tests.support.oracle import CASES, COMPLEX, DTYPES, FLOAT, NARROW, OPS, family, same_result
@@ -267,13 +267,18 @@ def test_more_pieces_than_one_launch_takes_are_all_gathered(launcher) -> None:
 
 @pytest.mark.parametrize("dtype", ["float16", "complex64", "float8_e5m2", "int16"])
 @pytest.mark.parametrize("nbytes", [1, 12, CHUNK_BYTES * 9 + 3])
-def test_results_are_spoilt_only_if_their_call_is_given_up(launcher, nbytes, dtype) -> None:
+@pytest.mark.parametrize("differs", [False, True])
+def test_results_are_spoilt_only_if_their_call_is_given_up_or_differs(
+    launcher, nbytes, dtype, differs
+) -> None:
     target, whole = guarded(nbytes, np.dtype(np.uint8), 1)
     given_up, before = np.zeros(1, np.uint32), target.copy()
-    launcher.spoil(target.ctypes.data, nbytes, given_up.ctypes.data, 0)
-    assert np.array_equal(target, before)
-    given_up[0] = 1
-    launcher.spoil(target.ctypes.data, nbytes, given_up.ctypes.data, 0)
+    digests = np.full(3, 1 << 40 | 5, np.uint64)
+    for shown in (Shown(), Shown(digests.ctypes.data, 3)):
+        launcher.spoil(target.ctypes.data, nbytes, given_up.ctypes.data, shown, 0)
+        assert np.array_equal(target, before)
+    given_up[0], digests[2] = not differs, digests[2] ^ np.uint64(differs << 41)
+    launcher.spoil(target.ctypes.data, nbytes, given_up.ctypes.data, shown, 0)
     kind = np.dtype(getattr(ml_dtypes, dtype, dtype))
     found = target[: nbytes - nbytes % kind.itemsize].copy().view(kind)
     assert (target == 255).all()
@@ -282,19 +287,23 @@ def test_results_are_spoilt_only_if_their_call_is_given_up(launcher, nbytes, dty
 
 
 @pytest.mark.parametrize(("blocks", "threads"), [(1, 1), (3, 5), (4, 256)])
+@pytest.mark.parametrize("digests", [[], [7, 7, 7], [7, 7, 8]], ids=str)
 @pytest.mark.parametrize("given_up", [None, 0, 1])
-def test_a_fold_of_few_rows_ends_its_call(host, given_up, blocks, threads) -> None:
-    """It spoils the result of one that is given up, and says that the device has come there."""
+def test_a_fold_of_few_rows_ends_its_call(host, given_up, digests, blocks, threads) -> None:
+    """It spoils the result of one that is given up, or differs between ranks, and says that the device has come there."""
     dtype, rows = np.dtype(np.float16), _rows(np.dtype(np.float16), 100, 3)
     out, whole = guarded(100, dtype, 0)
     few, _ = kernels.few_of(dtype, _addresses(rows), out.ctypes.data, 100)
     words = np.array([given_up or 0, 5], np.uint32)
     if given_up is not None:
         few.given_up, few.word, few.number = words.ctypes.data, words.ctypes.data + 4, 7
+    gathered = np.array(digests, np.uint64)
+    few.shown = Shown(gathered.ctypes.data if digests else 0, len(digests))
     HostKernels(host, blocks, threads).launch_few("sum", dtype, few, 1, 0)
     wanted = np.empty(100, dtype)
     _folds.fold("sum", dtype, rows, wanted)
-    assert np.isnan(out).all() if given_up else same_result(out.copy(), wanted, "sum")
+    is_void = given_up or len(set(digests)) > 1
+    assert np.isnan(out).all() if is_void else same_result(out.copy(), wanted, "sum")
     assert words[1] == (5 if given_up is None else 7)
     check_guard(out, whole)
 
