@@ -52,6 +52,8 @@ KINDS: dict[str, tuple[Callable[..., Any], Callable[..., Any] | None, Callable[.
     ),
     "tree": (_tree, None, lambda rows, _: expected(rows, "sum")),
 }
+
+
 def _long(comm: Communicator) -> Any:
     import cupy
 

@@ -22,14 +22,7 @@ from arraycomm._errors import name_operation
 from arraycomm._protocol.agreement import Agreement, UndeliveredError, agree, fail_in_step
 from arraycomm._protocol.engine import Engine
 from arraycomm._protocol.group import Group
-from arraycomm._protocol.header import (
-    ALL_ON_DEVICE,
-    Signature,
-    digest_of,
-    encode,
-    show,
-    with_words,
-)
+from arraycomm._protocol.header import ALL_ON_DEVICE, Signature, digest_of, encode, show, with_words
 from arraycomm._protocol.task import Task
 from arraycomm._transports.base import Handle, Steps
 

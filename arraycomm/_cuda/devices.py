@@ -44,14 +44,7 @@ from arraycomm._native import compiled
 from arraycomm._protocol.agreement import Agreement
 from arraycomm._protocol.details import exchange_details
 from arraycomm._protocol.group import Group
-from arraycomm._protocol.header import (
-    ALL_ON_DEVICE,
-    ON_HOST,
-    Signature,
-    digest,
-    digest_of,
-    encode,
-)
+from arraycomm._protocol.header import ALL_ON_DEVICE, ON_HOST, Signature, digest, digest_of, encode
 from arraycomm._protocol.waits import clock
 from arraycomm._reduce.selection import GATHER_BYTES
 from arraycomm._transports.base import Steps
@@ -116,7 +109,7 @@ class _Progress:
             _GIVEN_UP.append(self)
 
     def guard(self, result: DeviceBuffer, digests: DeviceBuffer | None) -> None:
-        """Spoil a result if its call is given up before the device comes here, or digests differ."""
+        """Spoil a result if its call is given up until the device comes here, or digests differ."""
         result.memory.spoil(result, self.addresses[1], digests)
 
 
