@@ -65,7 +65,6 @@ Ends = tuple[Callable[[Communicator, Any], Any], Callable[[Communicator, Any], A
 DIFFERENT: dict[str, Ends] = {
     "length": (Communicator.allreduce, lambda comm, x: comm.allreduce(x[:3].copy())),
     "op": (Communicator.allreduce, lambda comm, x: comm.allreduce(x, "max")),
-    "prepared": (lambda comm, x: comm.allreduce(x, "min"), lambda comm, x: comm.allreduce(x)),
     "shape": (Communicator.allreduce, lambda comm, x: comm.allreduce(x.reshape(2, 2))),
     "dtype": (Communicator.allreduce, lambda comm, x: comm.allreduce(x.view("int32"))),
     "bits": (

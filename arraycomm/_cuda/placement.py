@@ -131,6 +131,7 @@ class DevicePlacement(HostPlacement):
     """
 
     host = False
+    link: DeviceLink
 
     def __init__(self, group: Group, link: DeviceLink, streams: Streams, stream: int) -> None:
         super().__init__(group, ALL_ON_DEVICE)

@@ -258,7 +258,8 @@ def encode(
 
 def digest_of(prefix: bytes) -> int:
     """Return the digest in an encoded header."""
-    return _WORDS.unpack(prefix)[_DIGEST - 1]
+    found: int = _WORDS.unpack(prefix)[_DIGEST - 1]
+    return found
 
 
 def with_words(prefix: bytes, word: int, further: Sequence[int] = ()) -> bytes:

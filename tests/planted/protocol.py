@@ -58,7 +58,7 @@ HEADERS: Final = (
         compiled=True,
     ),
     Fault(
-        "digests not compared: nor does a prepared one",
+        "digests ahead: a prepared call on devices does not spoil what differs on other ranks",
         "arraycomm/_cuda/prepared.py",
         "        argument.shown = Shown.of(digests[1])",
         "        argument.shown = Shown.of(None)",
