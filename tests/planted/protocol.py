@@ -49,7 +49,7 @@ HEADERS: Final = (
         compiled=True,
     ),
     Fault(
-        "digests not compared: a call on devices does not spoil what differs on other ranks",
+        "digests of a call ahead: one on devices does not spoil what differs on other ranks",
         "arraycomm/_cuda/nccl_link.py",
         "            call, self.shown = self._showing",
         "            call, _ = self._showing",
@@ -58,7 +58,7 @@ HEADERS: Final = (
         compiled=True,
     ),
     Fault(
-        "digests ahead: a prepared call on devices does not spoil what differs on other ranks",
+        "digests of a prepared call: one on devices does not spoil what differs on other ranks",
         "arraycomm/_cuda/prepared.py",
         "        argument.shown = Shown.of(digests[1])",
         "        argument.shown = Shown.of(None)",
