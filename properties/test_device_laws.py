@@ -21,7 +21,7 @@ from tests.support.on_ranks import alone
 
 pytestmark = alone
 SIZE = 2
-TIMEOUT, PATIENT = 0.4, 60.0
+TIMEOUT, PATIENT = 1.0, 60.0
 # That of a step which is given up, on a machine that does other things as well.
 GIVEN_UP = TIMEOUT + 3.0
 
