@@ -25,7 +25,7 @@ from arraycomm._session import world
 from arraycomm._training.weighted import ShadowStep, check_weight, divided
 from arraycomm._transports.base import Bytes, Steps
 from arraycomm._trees.fusion import Fusion, TreeMemory
-from arraycomm._trees.leaves import NONE, Leaves, spec_of
+from arraycomm._trees.leaves import NONE, Leaves, onto_setting, spec_of
 from arraycomm._trees.pytrees import flatten
 from arraycomm._trees.reduce import DEFAULT_BUCKET_BYTES
 
@@ -125,7 +125,9 @@ class MeanMetrics(Operation):
         self._summands = [_weighted(leaf.array, local) for leaf in self._present]
         self._summands.append(np.array(local, _SUMS))
         self._goes_on = onto is not None
-        if onto is not None and len(onto):
+        if onto is not None and not isinstance(onto, (tuple, list)):
+            raise TypeError(f"onto must be () or what a call has returned; got {onto!r}")
+        if onto:
             self._go_on_from(onto)
         self._fusion = Fusion(
             tuple((_SUMS, (summand.nbytes // 8,)) for summand in self._summands),
@@ -139,7 +141,7 @@ class MeanMetrics(Operation):
         leaves.check_values()
         settings = leaves.flat.settings(alone=self.group.size == 1)
         if self._goes_on:
-            settings = (*settings, ("onto a total", 1))
+            settings = (*settings, onto_setting(begins=not onto))
         self.signature = Signature(self.name, leaves=leaves.described(), settings=settings)
         self.nbytes, self.copies = self._fusion.nbytes, len(self._present)
 

@@ -101,6 +101,11 @@ class Total(NamedTuple):
     dtype: DType | None
 
 
+def onto_setting(*, begins: bool) -> tuple[str, str]:
+    """Return what ranks compare of `onto`."""
+    return "onto", "() to begin a total" if begins else "a total"
+
+
 class Onto:
     """The totals that a sum over the ranks goes on from, which all ranks have.
 
@@ -112,6 +117,11 @@ class Onto:
 
     def __init__(self, totals: Sequence[Total | None] | None, *, counts: bool = True) -> None:
         self._totals, self._counts = totals, counts
+
+    @property
+    def setting(self) -> tuple[str, str]:
+        """What the ranks compare: that they all go on from a total, or all begin one."""
+        return onto_setting(begins=self._totals is None)
 
     @classmethod
     def of(cls, tree: Any, leaves: Sequence[str]) -> Self:

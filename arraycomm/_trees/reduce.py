@@ -111,7 +111,7 @@ class AllreduceTree(TreeReduction):
         self.fusion = self.fusion_of(self.parts.specs)
         self.packed = self.fusion.acquire()
         containers = self._flat.settings(alone=self.group.size == 1)
-        begun = () if onto is None else (("onto a total", 1),)
+        begun = () if onto is None else (onto.setting,)
         settings = (*settings_of(bucket_bytes, compression), *containers, *begun)
         self.signature = Signature(self.name, op, leaves=leaves.described(), settings=settings)
         self.nbytes = self.fusion.nbytes + self.parts.device_bytes
