@@ -155,7 +155,11 @@ ALGORITHMS: Final = (
         "        return self.rows(agreement)\n\n\nclass Allreduce(Reduction)",
         "        rows, rank = self.rows(agreement), self.group.rank\n"
         "        return [*rows[rank:], *rows[:rank]]\n\n\nclass Allreduce(Reduction)",
-        ("every_rank_gets_the_same_bits", "every_schedule_gives_all_ranks_the_same_bits"),
+        (
+            "every_rank_gets_the_same_bits",
+            "every_schedule_gives_all_ranks_the_same_bits",
+            "turns_add_up_to_the_fold_of_all_parts",
+        ),
     ),
     Fault(
         "last rank skipped: a rank does not fold the last row of its slice",

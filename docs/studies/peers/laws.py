@@ -16,10 +16,11 @@ OF_ARRAYCOMM: Final = (
     *("out_may_be_the_input", "moved_data_fills_any_out", "bcast_needs_nothing_of_the_others"),
 )
 
-# Of calls and options that are arraycomm's own, and of one rank.
+# Of calls and options that are arraycomm's own, of one rank, and of several calls in rank order.
 _LEFT_OUT: Final = (
     *("check_does_not_matter", "rows_move_along_the_axes_of_a_grid"),
     *("one_rank_alone_gets_what_it_gave", "exact_sums_commute"),
+    "turns_add_up_to_the_fold_of_all_parts",
 )
 
 ANY_LIBRARY: Final = tuple(
