@@ -211,7 +211,7 @@ def waitany(requests: Iterable[Request[T]], *, timeout: float | None = None) -> 
 
 @entry
 def testall(requests: Iterable[Request[Any]]) -> bool:
-    """Push all requests on without waiting, and tell whether all are finished.
+    """Push all requests on without waiting; return True if all are finished.
 
     `waitall` then returns their results at once.
     """

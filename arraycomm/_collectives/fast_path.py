@@ -46,7 +46,7 @@ from arraycomm._transports.control import PREFIX, ControlChannel
 
 # The digest in a header, by which ranks compare calls.
 _DIGEST: Final = slice(0, 8)
-# Up to so many bytes a result is not aligned.
+# In bytes: smaller results are not aligned.
 _FEW: Final = 4096
 _PLAIN: Final = (np.ndarray, type(None))
 # At ranks that are a little later, before a call on devices is made in full.

@@ -533,7 +533,7 @@ DEVICE void copy_chunk(const Pieces &pieces) {
         copy_words<char>(source, target, nbytes);
 }
 
-// ---- results of calls that were given up, or in which the ranks differ ---------------------------------------------------------
+// ---- results of calls that were given up, or in which the ranks differ ---------------------------
 
 struct Spoiled {
     char *target;

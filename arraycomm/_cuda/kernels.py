@@ -119,7 +119,7 @@ class Kernels:
             self._launch("copy_pieces", (), int(table["end"][-1]), argument.ctypes.data, stream)
 
     def spoil(self, target: int, nbytes: int, given_up: int, shown: Shown, stream: int) -> None:
-        """Set all bits of so many bytes if the uint32 at `given_up` is not 0, or digests differ."""
+        """Set all bits of the target if the uint32 at `given_up` is not 0, or digests differ."""
         argument = Spoiled(target, nbytes, given_up, shown)
         self._launch("spoil", (), spoiling_blocks(nbytes), ctypes.addressof(argument), stream)
 
@@ -182,18 +182,18 @@ def definitions_of(op: str, dtype: DType) -> tuple[str, ...]:
 
 
 def spoiling_blocks(nbytes: int) -> int:
-    """Return how many blocks of threads spoil so many bytes."""
+    """Return the number of blocks of threads that spoil `nbytes` bytes."""
     return min(-(-nbytes // CHUNK_BYTES), LOOKING_BLOCKS)
 
 
 def blocks_of(dtype: DType, count: int, *, packed: bool) -> int:
-    """Return how many blocks of threads take so many elements."""
+    """Return the number of blocks of threads for `count` elements."""
     at_once = PACK_BYTES // dtype.itemsize if packed else 1
     return min(-(-count // (at_once * THREADS)), MAX_BLOCKS)
 
 
 def few_of(dtype: DType, rows: Sequence[int], out: int, elements: int) -> tuple[Few, int]:
-    """Return the argument for rows of so many elements at these addresses, and the blocks."""
+    """Return the argument for rows at these addresses, and the number of blocks."""
     packed = _packed(dtype, [*rows, out])
     table = (ctypes.c_int64 * FEW_ROWS)(*rows)
     few = Few(table, out, 0, elements, len(rows), 0, 0, packed)

@@ -259,12 +259,8 @@ class Comm:
 
     def run(self, put: Callable[..., int], *arguments: object) -> int:
         """Return what `put` returns, which calls NCCL by itself, on the device that is current."""
-        while not self._using.acquire(timeout=_LOOK):
-            if self._end:
-                raise self._ended()
+        self._take()
         try:
-            if self._end:
-                raise self._ended()
             return put(*arguments)
         finally:
             self._using.release()
@@ -350,17 +346,22 @@ class Comm:
     @contextmanager
     def _in_use(self) -> Iterator[Any]:
         """Lend NCCL's functions to one thread at a time; raise if the communicator has ended."""
-        # An abort may hold it for long.
-        while not self._using.acquire(timeout=_LOOK):
-            if self._end:
-                raise self._ended()
+        self._take()
         try:
-            if self._end:
-                raise self._ended()
             with self._library.current(self._device):
                 yield self._library.functions
         finally:
             self._using.release()
+
+    def _take(self) -> None:
+        """Let no other thread into NCCL; raise if the communicator has ended."""
+        # An abort may hold it for long.
+        while not self._using.acquire(timeout=_LOOK):
+            if self._end:
+                raise self._ended()
+        if self._end:
+            self._using.release()
+            raise self._ended()
 
     def _claim(self, end: str) -> bool:
         """Note how the communicator ends; True for the first caller only."""

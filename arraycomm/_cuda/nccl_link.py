@@ -235,7 +235,7 @@ class NcclLink(DeviceLink):
         return self._start([reduce] if len(parts) else [], source, target)
 
     def operation(self, name: str, op: str, dtype: DType, count: int) -> Operation | None:
-        """Return the one operation that a collective of so many elements is, if it is one.
+        """Return the NCCL operation that a collective of this size is, if it is one.
 
         `op` is that of a reduction.
         """

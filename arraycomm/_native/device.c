@@ -262,7 +262,7 @@ static PyObject *device_end(DeviceCall *self, PyObject *none)
 
 static PyMethodDef device_methods[] = {
     {"ready", (PyCFunction)(void (*)(void))device_ready, METH_NOARGS,
-     PyDoc_STR("ready(): tell whether the device is this thread's current one, and the stream is not captured.")},
+     PyDoc_STR("ready(): True if the device is this thread's current one, and the stream is not captured.")},
     {"begin", (PyCFunction)(void (*)(void))device_begin, METH_FASTCALL,
      PyDoc_STR("begin(source, out, number, show): show the header by show(None), and put the operation of NCCL on the stream. 0; or 1 if "
                "NCCL has not done so yet; or an error.")},

@@ -7,13 +7,13 @@
 
 #include <string.h>
 
-/* Each addition puts less than 2^53 into a word, so that so many of them fit before carries are moved. */
+/* The additions that fit before carries are moved: each puts less than 2^53 into a word. */
 enum { TERMS = 512 };
 
 /* The chunks of a column that are added up as doubles before these are put into words. */
 enum { CHUNKS = 128 };
 
-/* The rows from which on columns are long, if they are at most so many. */
+/* Columns are long from LONG rows on, if there are at most LONG_COLUMNS of them. */
 enum { LONG = 4096, LONG_COLUMNS = 2 };
 
 typedef union {
@@ -195,8 +195,8 @@ void fold_exactly(const Arithmetic *with, const void *const *rows, int row_count
 
 /* ---- columns ---------------------------------------------------------------------------------------- */
 
-/* Rows of up to EXACT_BLOCK reals, which lie so many bytes apart; some of them are taken at a time, as one chunk, if they
- * lie side by side. */
+/* Rows of up to EXACT_BLOCK reals, `stride` bytes apart; `step` of them are taken at a time, as one chunk, if they lie
+ * side by side. */
 typedef struct {
     const Arithmetic *with;
     const char *x;
@@ -302,7 +302,7 @@ static void add_long(const Rows *all, size_t first, size_t end, int64_t *words)
     for (size_t column = 0; column < all->columns; ++column) add_fractions(sums + column, words + column * EXACT_WORDS);
 }
 
-/* Add so many columns of an array, of which that many bytes are a row. */
+/* Add `columns` columns of an array whose rows lie `stride` bytes apart. */
 static void add_columns(const Arithmetic *with, const char *x, size_t rows, size_t columns, size_t stride, int64_t *words)
 {
     const bool side_by_side = stride == columns * (with->itemsize / with->parts);

@@ -194,7 +194,7 @@ static PyObject *py_fold_on(PyObject *module, PyObject *args)
     return reduce_rows(fold_number(number), arrays, out, false, total, before, more);
 }
 
-/* Add the rows of an array of so many columns to words, or round those of each element. */
+/* Add the rows of an array to words, or round those of each element. */
 static PyObject *with_words(PyObject *args, bool rounds)
 {
     PyObject *number, *x, *memory, *result = NULL;

@@ -157,9 +157,9 @@ class Engine:
         self.queue.insert(1 if self.queue else 0, self.follower)
 
     def end_follower(self, is_over: Callable[[], bool]) -> bool:
-        """End what follows if `is_over`, and nothing else is outstanding; tell whether that is so.
+        """End the follower if `is_over`, and nothing else is outstanding; return True if so.
 
-        It was to check what `is_over` has checked.
+        What it would check, `is_over` has checked.
         """
         task = self.follower
         if task is None or len(self.queue) != 1 or self.queue[0] is not task:

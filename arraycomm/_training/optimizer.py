@@ -152,7 +152,7 @@ def DistributedOptimizer(  # noqa: N802
     ranks' optimizers must then be of one adapter.
 
     With `virtual_ranks`, the gradients of a round are added to the total of the rounds before, in
-    rank order: ((g₀ + g₁) + g₂) + … for every number of ranks, as on so many ranks, in float32 for
+    rank order: ((g₀ + g₁) + g₂) + … for every number of ranks, as on k ranks, in float32 for
     floats of 16 and 8 bits. The mean is taken, and rounded, once. What a rank passes in a round
     without a virtual rank of its own does not count. With torch, `.grad` is None after
     `backward()`, apart from the last round, where it is the mean; take what belongs to a step, such
@@ -225,7 +225,7 @@ class _Arguments(NamedTuple):
         return len(set(self.adapters)) == 1
 
     def check(self, ranks: int) -> str:
-        """Raise if an argument is wrong for so many ranks; return what these compare."""
+        """Raise if an argument is wrong for `ranks` ranks; return what these compare."""
         if self.op not in ("mean", "sum"):
             raise ValueError(f'op must be "mean" or "sum"; got {self.op!r}')
         if self.bucket_bytes < 1:
@@ -250,7 +250,7 @@ class _Arguments(NamedTuple):
         )
 
     def _check_virtual_ranks(self, adapter: ModuleType, ranks: int) -> str:
-        """Raise if there cannot be so many virtual ranks; return what ranks compare of them."""
+        """Raise if `virtual_ranks` is wrong; return what ranks compare of it."""
         count = self.virtual_ranks
         if count is None:
             return ""

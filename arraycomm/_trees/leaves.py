@@ -101,9 +101,9 @@ class Total(NamedTuple):
     dtype: DType | None
 
 
-def onto_setting(*, begins: bool) -> tuple[str, str]:
-    """Return what ranks compare of `onto`."""
-    return "onto", "() to begin a total" if begins else "a total"
+# What ranks compare of `onto`.
+BEGINS: Final = ("onto", "() to begin a total")
+GOES_ON: Final = ("onto", "a total")
 
 
 class Onto:
@@ -115,19 +115,22 @@ class Onto:
     number is the identity: zeros would make 0.0 of -0.0.
     """
 
-    def __init__(self, totals: Sequence[Total | None] | None, *, counts: bool = True) -> None:
+    def __init__(
+        self,
+        totals: Sequence[Total | None] | None,
+        *,
+        counts: bool = True,
+        setting: tuple[str, str] = GOES_ON,
+    ) -> None:
         self._totals, self._counts = totals, counts
-
-    @property
-    def setting(self) -> tuple[str, str]:
-        """What the ranks compare: that they all go on from a total, or all begin one."""
-        return onto_setting(begins=self._totals is None)
+        # An optimizer's ranks compare their rounds instead, and always say that they go on.
+        self.setting = setting
 
     @classmethod
     def of(cls, tree: Any, leaves: Sequence[str]) -> Self:
         """Return a tree that a caller has passed for one with leaves of these paths."""
         if isinstance(tree, tuple) and not tree:
-            return cls(None)
+            return cls(None, setting=BEGINS)
         found = Leaves(flatten(tree, "onto"), view)
         for path, leaf in zip(found.paths, leaves, strict=False):
             if path.removeprefix("onto") != leaf.removeprefix("tree"):

@@ -6,7 +6,6 @@ Calls of small trees that repeat are prepared by the tree's structure, without a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Final
 
 import ml_dtypes
@@ -112,7 +111,7 @@ class AllreduceTree(TreeReduction):
         self.fusion = self.fusion_of(self.parts.specs)
         self.packed = self.fusion.acquire()
         containers = self._flat.settings(alone=self.group.size == 1)
-        begun = () if onto is None else (("onto a total", 1),)
+        begun = () if onto is None else (onto.setting,)
         settings = (*settings_of(bucket_bytes, compression), *containers, *begun)
         self.signature = Signature(self.name, op, leaves=leaves.described(), settings=settings)
         self.nbytes = self.fusion.nbytes + self.parts.device_bytes
@@ -263,8 +262,6 @@ class ReduceOnto(AllreduceGradients):
             raise ValueError(f"with onto compression must be None; got {compression!r}")
         onto = Onto.of(total, flatten(tree).paths)
         super().__init__(context, memory, tree, op, bucket_bytes, None, missing, onto)
-        made = self.signature
-        self.signature = replace(made, settings=(*made.settings, onto.setting))
         self._total = onto
 
     def result(self, agreement: Agreement) -> Any:
