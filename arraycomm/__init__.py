@@ -40,6 +40,7 @@ from arraycomm._together import raise_together
 from arraycomm._trees.plan import Plan
 
 if TYPE_CHECKING:
+    from arraycomm._jobs.launch import launch
     from arraycomm._training.batches.data import DistributedDataContainer
     from arraycomm._training.comparison.sameness import raise_on_difference
     from arraycomm._training.compressed.compression import Compression
@@ -47,7 +48,6 @@ if TYPE_CHECKING:
     from arraycomm._training.join import Join, join
     from arraycomm._training.metrics import mean_metrics
     from arraycomm._training.optimizer import DistributedOptimizer
-    from arraycomm.cli.processes.launch import launch
 
     __version__: str
 
@@ -59,7 +59,7 @@ _ON_FIRST_USE = {
     "ErrorFeedback": "arraycomm._training.compressed.feedback",
     "Join": "arraycomm._training.join",
     "join": "arraycomm._training.join",
-    "launch": "arraycomm.cli.processes.launch",
+    "launch": "arraycomm._jobs.launch",
     "mean_metrics": "arraycomm._training.metrics",
     "raise_on_difference": "arraycomm._training.comparison.sameness",
 }

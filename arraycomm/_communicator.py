@@ -24,11 +24,11 @@ from arraycomm._collectives.reductions import Allreduce, Reduce, ReduceScatter
 from arraycomm._collectives.scans import Exscan, Scan
 from arraycomm._collectives.uneven_calls import UnevenCalls
 from arraycomm._entries import entries, entry, hide_from_torch, refuse_removed
+from arraycomm._exit.exit import leave_by_error, replace_root
 from arraycomm._messages.calls import MessageCalls
 from arraycomm._messages.messages import Messenger
-from arraycomm._mpi_start import Arguments, open_over_mpi
-from arraycomm._protocol.ends.exit import leave_by_error, replace_root
 from arraycomm._protocol.group import Group
+from arraycomm._start.over_mpi import Arguments, open_over_mpi
 from arraycomm._trace.trace import Traceable
 from arraycomm._trees.fusion import TreeMemory
 from arraycomm._trees.plan import MakePlan, Plan

@@ -13,7 +13,7 @@ from arraycomm._collectives.objects import AllgatherObject
 from arraycomm._communicator import Communicator, runner_of
 from arraycomm._entries import entry
 from arraycomm._errors import naming
-from arraycomm._protocol.ends.exit import refuse_forked_child
+from arraycomm._exit.exit import refuse_forked_child
 from arraycomm._session import is_initialized, world
 
 

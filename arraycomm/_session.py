@@ -16,29 +16,29 @@ from arraycomm._communicator import Communicator, latest, runner_of
 from arraycomm._cuda.devices import Devices
 from arraycomm._entries import entries, entry
 from arraycomm._errors import BackendUnavailableError, NotInitializedError, PeerError
-from arraycomm._facts import facts
-from arraycomm._folds import use_threads
-from arraycomm._launch.launchers import threads_for
-from arraycomm._launch.others import refuse_other_ranks
-from arraycomm._mpi_start import (
-    Arguments,
-    Opened,
-    mpi_transport,
-    open_over_mpi,
-    refuse_other_launcher,
-)
-from arraycomm._node_start import open_by_numbers
-from arraycomm._protocol.ends.exit import (
+from arraycomm._exit.exit import (
     complete,
     forget_on_fork,
     refuse_forked_child,
     remove_root,
     watch_exit,
 )
-from arraycomm._protocol.ends.meeting import seconds_of
+from arraycomm._folds import use_threads
+from arraycomm._launch.places import threads_for
 from arraycomm._protocol.group import Group
 from arraycomm._protocol.waits import still_waiting
-from arraycomm._start import Start, choose_start
+from arraycomm._start.choice import Start, choose_start
+from arraycomm._start.facts import facts
+from arraycomm._start.meeting import seconds_of
+from arraycomm._start.on_node import open_by_numbers
+from arraycomm._start.others import refuse_other_ranks
+from arraycomm._start.over_mpi import (
+    Arguments,
+    Opened,
+    mpi_transport,
+    open_over_mpi,
+    refuse_other_launcher,
+)
 from arraycomm._trace import environment
 from arraycomm._transports.notes import FAILED, GAVE_UP
 from arraycomm._transports.threads import SelfTransport

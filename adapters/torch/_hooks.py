@@ -28,7 +28,7 @@ from torch.autograd import Variable
 import arraycomm as ac
 from arraycomm._communicator import group_of
 from arraycomm._entries import opaque
-from arraycomm._launch.launchers import cores
+from arraycomm._launch.places import cores
 from arraycomm.adapters.torch._backward import Backward, enclosing_node
 from arraycomm.adapters.torch._buckets import Buckets
 from arraycomm.adapters.torch._join import JoinedSteps

@@ -1,9 +1,10 @@
-"""Where processes are: on which host, and in which of the namespaces that containers have."""
+"""Where processes are: on which host, with which cores, and in which namespaces of containers."""
 
 from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -45,3 +46,18 @@ def namespaces() -> dict[str, str]:
         with suppress(OSError):
             found[f"{name} namespace"] = os.readlink(f"/proc/self/ns/{kind}")
     return {**found, "user": str(os.geteuid())}
+
+
+def threads_for(ranks: int, environment: Mapping[str, str]) -> int:
+    """Return how many threads a rank gets, if that many share this machine's cores."""
+    wanted = environment.get("OMP_NUM_THREADS", "").partition(",")[0]
+    if wanted.isdigit():
+        return int(wanted)
+    return max(cores() // ranks, 1)
+
+
+def cores() -> int:
+    """Return the number of cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -8,8 +8,8 @@ from collections.abc import Generator, Sequence
 from arraycomm._callsite import CallSite, call_site
 from arraycomm._errors import name_operation, text_of
 from arraycomm._protocol.details import CallDetail, Detail, Failure, exchange_details
-from arraycomm._protocol.ends.leaving import leaving_error
 from arraycomm._protocol.header import Headers, Signature, Status, call_digest, encode, show
+from arraycomm._protocol.leaving import leaving_error
 from arraycomm._protocol.mismatch import mismatch, peer_error
 from arraycomm._transports.base import Handle
 from arraycomm._transports.control import ControlChannel

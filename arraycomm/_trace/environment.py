@@ -7,7 +7,7 @@ import os
 
 from arraycomm import _launch
 from arraycomm._calls.runner import Runner
-from arraycomm._protocol.ends.exit import when_all_left
+from arraycomm._exit.exit import when_all_left
 from arraycomm._trace import files
 from arraycomm._trace.trace import Trace
 

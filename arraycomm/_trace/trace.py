@@ -15,9 +15,9 @@ from arraycomm._calls.runner import Runner
 from arraycomm._collectives.objects import GatherObject
 from arraycomm._entries import entries
 from arraycomm._errors import ArrayCommError
-from arraycomm._launch.output import say
 from arraycomm._protocol.agreement import Agreement
 from arraycomm._protocol.header import Signature
+from arraycomm._protocol.waits.still_waiting import say
 from arraycomm._trace import clocks, files
 from arraycomm._trace.recorder import Recorder, is_known
 from arraycomm._trace.records import Clock, Part
@@ -143,7 +143,7 @@ class Trace(ProcessBound):
         except OSError as error:
             if not self._is_lost:
                 self._is_lost = True
-                say(f"arraycomm: the trace {path} cannot be written: {error.strerror}")
+                say(f"arraycomm: the trace {path} cannot be written: {error.strerror}\n")
 
     def _gathered(self) -> Part:
         part, recorder = self._part, self._recorder

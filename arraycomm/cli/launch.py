@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from arraycomm._errors import BackendUnavailableError
-from arraycomm._launch.job import Program, run_job
-from arraycomm._launch.launchers import Launcher, find_launcher
+from arraycomm._jobs.job import Program, run_job
+from arraycomm._jobs.launchers import Launcher, find_launcher
 
 NO_LAUNCHER: Final = 127
 

@@ -12,10 +12,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
+from arraycomm._jobs.job import GRACE, Ended, Program, run_job
+from arraycomm._jobs.output import say
 from arraycomm._launch import claimed_by, launched
-from arraycomm._launch.job import GRACE, Ended, Program, run_job
 from arraycomm._launch.library import CHOSEN, MPIS, OPEN_MPI, path_of
-from arraycomm._launch.output import say
 from arraycomm.cli.launch import NO_LAUNCHER, launcher_for
 from arraycomm.cli.numbers import positive
 

@@ -16,9 +16,9 @@ from arraycomm._communicator import Communicator, group_of, runner_of
 from arraycomm._cuda.device import DeviceRequest
 from arraycomm._cuda.devices import Devices
 from arraycomm._errors import CommunicatorClosedError
-from arraycomm._protocol.ends.exit import remove_root
-from arraycomm._protocol.ends.leaving import all_left, all_left_well, leave_in_step
+from arraycomm._exit.exit import remove_root
 from arraycomm._protocol.group import Group, Options
+from arraycomm._protocol.leaving import all_left, all_left_well, leave_in_step
 from arraycomm._protocol.task import Task
 from arraycomm._protocol.waits.waiting import give_up_core
 from arraycomm._transports.base import Steps, Transport

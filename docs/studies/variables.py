@@ -11,8 +11,9 @@ from typing import Final, NamedTuple
 
 from arraycomm import _native
 from arraycomm._cuda import gpu_aware
-from arraycomm._launch import ADDRESS, NUMBER, RANK, joining
+from arraycomm._launch import ADDRESS, NUMBER, RANK
 from arraycomm._protocol.waits import still_waiting
+from arraycomm._start import joining
 from arraycomm._trace import environment
 
 PAGE: Final = Path(__file__).parents[1] / "environment.md"

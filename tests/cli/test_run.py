@@ -17,7 +17,7 @@ from typing import IO, Any, cast
 import pytest
 
 from arraycomm import BackendUnavailableError
-from arraycomm._launch import launchers, relay
+from arraycomm._jobs import launchers, relay
 from arraycomm._launch.library import MPICH, OPEN_MPI, Library
 from arraycomm.cli import main
 from tests.support.launcher import is_open_mpi, needs_mpiexec, run_python

@@ -15,10 +15,10 @@ from contextlib import contextmanager, suppress
 import pytest
 
 from arraycomm import BackendUnavailableError, CommTimeoutError, TransportError
-from arraycomm._launch import coordinator, joining
-from arraycomm._launch.coordinator import listen
-from arraycomm._launch.joining import Meeting, join, seconds_to_start
-from arraycomm._launch.numbering import Numbering, Place
+from arraycomm._start import coordinator, joining
+from arraycomm._start.coordinator import listen
+from arraycomm._start.joining import Meeting, join, seconds_to_start
+from arraycomm._start.numbering import Numbering, Place
 from tests.support.launcher import LAUNCHED
 
 pytestmark = pytest.mark.skipif(LAUNCHED, reason="runs where pytest is alone")

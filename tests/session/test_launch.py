@@ -8,8 +8,8 @@ import pytest
 
 from arraycomm import BackendUnavailableError
 from arraycomm._launch import Launch, detect, launched
-from arraycomm._launch.numbering import Numbering, Place, numbering
-from arraycomm._start import choose_start
+from arraycomm._start.choice import choose_start
+from arraycomm._start.numbering import Numbering, Place, numbering
 from arraycomm._transports.mpi import files as mpi_files
 
 OWN = {
@@ -96,7 +96,7 @@ def test_torchrun_on_several_hosts_is_told_to_use_mpiexec() -> None:
 @pytest.fixture
 def starts(monkeypatch: pytest.MonkeyPatch):
     """Return a function: the backend that an environment leads to, with an argument of `init`."""
-    monkeypatch.setattr("arraycomm._start.mpi_has_peers", lambda: False)
+    monkeypatch.setattr("arraycomm._start.choice.mpi_has_peers", lambda: False)
 
     def start(environment: dict[str, str], backend: str = "auto") -> str:
         monkeypatch.setattr("os.environ", environment)
@@ -135,7 +135,7 @@ def test_backend_follows_from_the_environment(starts, environment, backend, expe
 
 
 def test_only_one_process_alone_may_do_without_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("arraycomm._start.mpi_has_peers", lambda: False)
+    monkeypatch.setattr("arraycomm._start.choice.mpi_has_peers", lambda: False)
     one = SRUN | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}
     for environment, alone in ((one, True), (one | {"PMIX_RANK": "0"}, True), (SRUN, False)):
         monkeypatch.setattr("os.environ", environment)

@@ -180,7 +180,7 @@ def test_no_disk_is_needed() -> None:
 def test_machine_that_starts_no_ranks_is_named(
     name: str, value: Any, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(f"arraycomm.cli.processes.launch.{name}", value)
+    monkeypatch.setattr(f"arraycomm._jobs.launch.{name}", value)
     with pytest.raises(RuntimeError, match=said):
         ac.launch(print, 2)
 

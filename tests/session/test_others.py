@@ -12,9 +12,9 @@ from types import SimpleNamespace
 import pytest
 
 import arraycomm as ac
-from arraycomm._launch.joining import LIMIT, join
-from arraycomm._launch.numbering import numbering
-from arraycomm._start import choose_start
+from arraycomm._start.choice import choose_start
+from arraycomm._start.joining import LIMIT, join
+from arraycomm._start.numbering import numbering
 from tests.support.launcher import LAUNCHED
 
 pytestmark = pytest.mark.skipif(LAUNCHED, reason="launches programs of its own")

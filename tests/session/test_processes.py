@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from arraycomm import _launch
-from arraycomm._protocol.ends import launcher as ancestors
+from arraycomm._launch import ancestors
 from tests.session import children
 from tests.support.launched import Report
 from tests.support.launcher import (
@@ -94,7 +94,7 @@ def test_interrupts_that_follow_the_first_do_no_harm() -> None:
 # One rank ignores the request to end, and another one is in a call that does not look at anything.
 ENDLESS = """
 import os, signal, sys, time, numpy as np, arraycomm as ac
-from arraycomm._protocol.ends import process_watch
+from arraycomm._exit import process_watch
 process_watch._PATIENCE = 1.0
 comm = ac.init()
 part = comm.split(comm.rank)
@@ -180,7 +180,7 @@ def test_ranks_end_with_a_launcher_that_is_killed(tmp_path) -> None:
 # not return, as those of Open MPI after a connection has broken.
 STUCK = """
 import ctypes, functools, signal, sys, time, numpy as np, arraycomm as ac
-from arraycomm._protocol.ends import process_watch
+from arraycomm._exit import process_watch
 from arraycomm._transports.mpi import transport as over_mpi
 process_watch._FOR_EVER = 2.0
 comm = ac.init()

@@ -173,19 +173,19 @@ class TestEndingWell:
         done = launch(
             """
             from mpi4py import MPI
-            from arraycomm import _mpi_start
+            from arraycomm._start import over_mpi
 
             last = MPI.COMM_WORLD.rank == 2
-            own = _mpi_start.seen, _mpi_start.build
+            own = over_mpi.seen, over_mpi.build
             if last:
-                _mpi_start.seen = lambda: "other"
-                _mpi_start.build = lambda: ("0.2.0", "other", "", "")
+                over_mpi.seen = lambda: "other"
+                over_mpi.build = lambda: ("0.2.0", "other", "", "")
             for start in (ac.init, lambda: ac.Communicator.from_mpi(MPI.COMM_WORLD)):
                 try:
                     start()
                 except ac.MismatchError as error:
                     sys.stdout.write(f"{error}\\n")
-            _mpi_start.seen, _mpi_start.build = own
+            over_mpi.seen, over_mpi.build = own
             assert ac.init().allreduce(1) == 3
         """,
             ranks=3,

@@ -18,8 +18,8 @@ from arraycomm._collectives.reductions import Allreduce
 from arraycomm._communicator import Communicator, group_of, runner_of
 from arraycomm._cuda.device import DeviceRequest
 from arraycomm._cuda.devices import Devices
+from arraycomm._exit import exit as process_exit
 from arraycomm._native import compiled
-from arraycomm._protocol.ends import exit as process_exit
 from arraycomm._protocol.group import Group, Options
 from arraycomm._protocol.waits import clock, deadlock
 from arraycomm._protocol.waits.deadlock import WaitReports, WaitStatus

@@ -18,7 +18,7 @@ import arraycomm as ac
 PACKAGE = Path(ac.__file__).parent
 # Entered only by a rank that waits for another one.
 WAITS = (
-    *("_protocol/waits/", "_protocol/ends/", "_callsite.py"),
+    *("_protocol/waits/", "_exit/", "_callsite.py"),
     *("_transports/notes.py", "_transports/mpi/wait_replies.py"),
     *("_transports/lives.py", "_transports/mpi/transport.py"),
 )

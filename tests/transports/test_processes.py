@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 import arraycomm as ac
-from arraycomm import _node_start as node_start
 from arraycomm._launch import places
-from arraycomm._mpi_start import Arguments
-from arraycomm._node_start import open_on_node
+from arraycomm._start import on_node as node_start
+from arraycomm._start.on_node import open_on_node
+from arraycomm._start.over_mpi import Arguments
 from arraycomm._transports import shared_files
 from arraycomm._transports.lives import Lives
 from arraycomm._transports.processes import transport as processes
@@ -105,7 +105,7 @@ def test_words_of_every_ring_begin_lines_whatever_the_number_of_ranks(
 def test_no_rank_has_memory_that_another_cannot_map(monkeypatch: pytest.MonkeyPatch) -> None:
     _refusing(monkeypatch, ("/",))
     assert _met() == [None] * _SIZE
-    monkeypatch.setattr("arraycomm._node_start.watch_exit", lambda: None)
+    monkeypatch.setattr("arraycomm._start.on_node.watch_exit", lambda: None)
     with pytest.raises(ac.BackendUnavailableError, match=r"no room for .* MiB in memory"):
         open_on_node(_Store(), 0, 1, _ARGUMENTS)
 
@@ -206,7 +206,7 @@ def test_memory_is_made_without_calls_that_macos_lacks(monkeypatch: pytest.Monke
 
 
 def test_ranks_of_different_versions_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("arraycomm._node_start.watch_exit", lambda: None)
+    monkeypatch.setattr("arraycomm._start.on_node.watch_exit", lambda: None)
     store = _Store()
     for name in ("version/1", "build/1"):
         store.set(name, "another")

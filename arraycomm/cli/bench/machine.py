@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final
 
-from arraycomm._launch.launchers import cores
+from arraycomm._launch.places import cores
 
 _PACKAGES: Final = (
     "arraycomm",

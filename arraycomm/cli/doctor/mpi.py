@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from arraycomm._cuda.gpu_aware import gpu_aware
 from arraycomm._errors import BackendUnavailableError
-from arraycomm._launch.launchers import launcher_of
+from arraycomm._jobs.launchers import launcher_of
 from arraycomm._launch.library import Library, family_of, find_library
 from arraycomm._launch.probe import loaded
 

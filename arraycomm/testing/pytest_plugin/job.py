@@ -16,8 +16,8 @@ from arraycomm._communicator import Communicator
 from arraycomm._errors import PeerError
 from arraycomm._launch import Launch
 from arraycomm._launch.places import host, namespaces
-from arraycomm._mpi_start import mpi_transport, refuse_other_launcher
-from arraycomm._protocol.ends.meeting import meet
+from arraycomm._start.meeting import meet
+from arraycomm._start.over_mpi import mpi_transport, refuse_other_launcher
 from arraycomm.testing._ranks.rank_links import RankLinks
 from arraycomm.testing.pytest_plugin.warned import Recorded
 

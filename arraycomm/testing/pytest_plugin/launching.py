@@ -15,7 +15,7 @@ import pytest
 
 from arraycomm import _launch
 from arraycomm._errors import BackendUnavailableError
-from arraycomm._launch.launchers import find_launcher
+from arraycomm._jobs.launchers import find_launcher
 from arraycomm_pytest import ENDED, JOB, PID
 
 # Seconds in which the ranks end by themselves after Ctrl-C or another signal.

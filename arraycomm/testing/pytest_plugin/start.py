@@ -12,8 +12,8 @@ import pytest
 
 from arraycomm import _launch
 from arraycomm._errors import ArrayCommError
-from arraycomm._protocol.ends.meeting import ranks_here
 from arraycomm._protocol.mismatch import name_ranks
+from arraycomm._start.meeting import ranks_here
 from arraycomm.testing.pytest_plugin.selection import NOT_AGAIN
 
 # Seconds in which ranks meet, also one that has failed; and those between two looks at them.

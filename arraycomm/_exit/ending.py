@@ -9,9 +9,9 @@ from functools import partial
 from typing import Final
 
 from arraycomm._errors import TransportError
-from arraycomm._protocol.ends.leaving import leave_in_step
 from arraycomm._protocol.group import Group
 from arraycomm._protocol.header import Headers, Status
+from arraycomm._protocol.leaving import leave_in_step
 from arraycomm._protocol.mismatch import name_ranks
 from arraycomm._protocol.waits import clock
 from arraycomm._protocol.waits.still_waiting import StillWaiting, say

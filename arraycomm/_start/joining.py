@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import Final
 
 from arraycomm._errors import BackendUnavailableError, CommTimeoutError, TransportError
-from arraycomm._launch.coordinator import (
+from arraycomm._start.coordinator import (
     GRACE,
     LONGEST,
     PROTOCOL,
@@ -25,7 +25,7 @@ from arraycomm._launch.coordinator import (
     local_name,
     proof,
 )
-from arraycomm._launch.numbering import Numbering, Place
+from arraycomm._start.numbering import Numbering, Place
 
 SECRET: Final = "ARRAYCOMM_COORDINATOR_SECRET"
 LIMIT: Final = "ARRAYCOMM_START_TIMEOUT"

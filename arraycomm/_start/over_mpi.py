@@ -15,17 +15,17 @@ from arraycomm._collectives.groups import SmallExchange
 from arraycomm._cuda.device import DeviceRequest
 from arraycomm._cuda.devices import Devices
 from arraycomm._errors import BackendUnavailableError, MismatchError, text_of
+from arraycomm._exit.exit import add_root, refuse_forked_child, watch_exit
 from arraycomm._launch import ADDRESS, SRUN, Launch, detect
 from arraycomm._launch.library import MPICH, family_of
 from arraycomm._launch.probe import hidden, in_short
 from arraycomm._native.build import build, seen
 from arraycomm._protocol.agreement import Agreement
 from arraycomm._protocol.details import Detail, Failure, Nothing
-from arraycomm._protocol.ends.containers import about_memory, prepare_mpi, refuse_apart
-from arraycomm._protocol.ends.exit import add_root, refuse_forked_child, watch_exit
-from arraycomm._protocol.ends.meeting import begin_mpi, finish, meet, ranks_here, seconds_of
 from arraycomm._protocol.group import Group, Options
 from arraycomm._protocol.mismatch import by_ranks, peer_error
+from arraycomm._start.containers import about_memory, prepare_mpi, refuse_apart
+from arraycomm._start.meeting import begin_mpi, finish, meet, ranks_here, seconds_of
 from arraycomm._transports.base import Transport
 from arraycomm._transports.mpi.files import check_room
 

@@ -12,15 +12,15 @@ from typing import Protocol
 from arraycomm._callsite import describe_raise
 from arraycomm._cuda.device import DeviceRequest
 from arraycomm._errors import BackendUnavailableError, text_of
-from arraycomm._launch.joining import join
-from arraycomm._launch.numbering import Numbering, without_mpi
+from arraycomm._exit.exit import refuse_forked_child, watch_exit
 from arraycomm._launch.places import host, namespaces
-from arraycomm._mpi_start import Arguments, Opened, open_root, refuse_different
 from arraycomm._native.build import seen
 from arraycomm._protocol.details import Detail, Failure, Nothing
-from arraycomm._protocol.ends.exit import refuse_forked_child, watch_exit
 from arraycomm._protocol.group import Options
 from arraycomm._protocol.mismatch import by_ranks, peer_error
+from arraycomm._start.joining import join
+from arraycomm._start.numbering import Numbering, without_mpi
+from arraycomm._start.over_mpi import Arguments, Opened, open_root, refuse_different
 from arraycomm._transports.processes.transport import ProcessesTransport, meet, memory_bytes
 
 

@@ -19,12 +19,12 @@ from typing import Any, Final, NoReturn
 
 from arraycomm import _launch
 from arraycomm._errors import CommunicatorClosedError, MismatchError, PeerError
+from arraycomm._exit import process_watch
+from arraycomm._exit.ending import wait_for_ends
 from arraycomm._native import compiled
-from arraycomm._protocol.ends import process_watch
-from arraycomm._protocol.ends.ending import wait_for_ends
-from arraycomm._protocol.ends.leaving import leave_in_step
 from arraycomm._protocol.engine import Engine
 from arraycomm._protocol.group import Group
+from arraycomm._protocol.leaving import leave_in_step
 from arraycomm._protocol.waits import clock
 from arraycomm._protocol.waits.waiting import looks
 from arraycomm._transports.mpi.files import remove_mpi_files

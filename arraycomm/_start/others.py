@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 
 from arraycomm._errors import BackendUnavailableError
 from arraycomm._launch import ADDRESS, NUMBER, RANK
-from arraycomm._launch.numbering import EXAMPLE
+from arraycomm._start.numbering import EXAMPLE
 
 # Variables with the number of processes and with that of this one: of torch and Lightning, Horovod,
 # JAX, Paddle, and MLX.

@@ -16,7 +16,7 @@ from queue import Queue
 from struct import unpack
 from typing import Any, Final, NamedTuple
 
-from arraycomm._launch.output import UNENDED, Lines, Target, say, write_all
+from arraycomm._jobs.output import UNENDED, Lines, Target, say, write_all
 
 # Seconds between looks for signals: the kernel may give one to the thread that passes output on,
 # which leaves the main thread, the one that runs handlers, asleep.

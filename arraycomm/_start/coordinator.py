@@ -30,7 +30,7 @@ from arraycomm._errors import (
     CommTimeoutError,
     TransportError,
 )
-from arraycomm._launch.numbering import Place
+from arraycomm._start.numbering import Place
 
 PROTOCOL: Final = 3
 # The bytes of the longest line, and the seconds in which a line can be sent.

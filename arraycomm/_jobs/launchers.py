@@ -137,21 +137,6 @@ def family_of_program(program: str) -> str:
     return next((f for f, words in _SAID.items() if any(word in said for word in words)), "")
 
 
-def threads_for(ranks: int, environment: Mapping[str, str]) -> int:
-    """Return how many threads a rank gets, if that many share this machine's cores."""
-    wanted = environment.get("OMP_NUM_THREADS", "").partition(",")[0]
-    if wanted.isdigit():
-        return int(wanted)
-    return max(cores() // ranks, 1)
-
-
-def cores() -> int:
-    """Return the number of cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
 # How many nodes batch systems say that they gave to this job.
 _NODES: Final = ("SLURM_JOB_NUM_NODES", "PBS_NUM_NODES", "NHOSTS", "FLUX_JOB_NNODES")
 # A file with a line for each rank's host.

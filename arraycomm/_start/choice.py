@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 from arraycomm import _launch
 from arraycomm._errors import BackendUnavailableError
-from arraycomm._launch.numbering import EXAMPLE, Numbering, numbering
-from arraycomm._launch.others import refuse_other_ranks
-from arraycomm._protocol.ends.exit import mpi_has_peers
-from arraycomm._protocol.ends.launcher import children_of, find_launcher
+from arraycomm._exit.exit import mpi_has_peers
+from arraycomm._launch.ancestors import children_of, find_launcher
+from arraycomm._start.numbering import EXAMPLE, Numbering, numbering
+from arraycomm._start.others import refuse_other_ranks
 
 
 class Start(NamedTuple):

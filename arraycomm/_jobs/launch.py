@@ -22,14 +22,15 @@ from arraycomm._arrays.typing import T, Ts
 from arraycomm._communicator import Communicator
 from arraycomm._entries import entry
 from arraycomm._errors import PeerError, text_of
+from arraycomm._jobs.job import GRACE
+from arraycomm._jobs.launchers import without_launcher
+from arraycomm._jobs.output import Lines, Target, write_all
+from arraycomm._jobs.process import BEGUN, RAISED, RETURNED
 from arraycomm._launch import ADDRESS, NUMBER, RANK, claimed_by, launched
-from arraycomm._launch.job import GRACE
-from arraycomm._launch.joining import SECRET
-from arraycomm._launch.launchers import threads_for, without_launcher
-from arraycomm._launch.output import Lines, Target, write_all
+from arraycomm._launch.places import threads_for
 from arraycomm._programs.outcomes import cloudpickle
 from arraycomm._protocol.waits.watchdog import checked_timeout
-from arraycomm.cli.processes.process import BEGUN, RAISED, RETURNED
+from arraycomm._start.joining import SECRET
 
 # Seconds that the other ranks have to end by themselves once one has failed.
 _AFTER_FAILURE: Final = 1.0
@@ -216,7 +217,7 @@ class _Job:
         """Start the process of a rank."""
         numbers = (os.getpid(), rank, ranks, task.fileno(), result.fileno())
         path = f"import sys; sys.path[:] = {[str(place) for place in sys.path]}"
-        begin = f"from arraycomm.cli.processes.process import main; main{numbers}"
+        begin = f"from arraycomm._jobs.process import main; main{numbers}"
         process = subprocess.Popen(
             [sys.executable, "-c", f"{path}\n{begin}"],
             stdin=subprocess.DEVNULL,

@@ -17,9 +17,10 @@ from queue import Empty
 from types import FrameType
 from typing import Final, NamedTuple
 
-from arraycomm._launch.launchers import Launcher, nodes_of, threads_for
+from arraycomm._jobs.launchers import Launcher, nodes_of
+from arraycomm._jobs.relay import LOOK, Relay, Report
 from arraycomm._launch.library import MPICH
-from arraycomm._launch.relay import LOOK, Relay, Report
+from arraycomm._launch.places import threads_for
 
 _RANK, _TIED = (Path(__file__).with_name(name) for name in ("rank.py", "tied.py"))
 # Without the site's packages it starts in a hundredth of a second.

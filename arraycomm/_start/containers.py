@@ -17,8 +17,8 @@ from typing import Final
 
 from arraycomm._errors import BackendUnavailableError
 from arraycomm._launch import RANKS
+from arraycomm._launch.ancestors import find_launcher
 from arraycomm._launch.places import proc_is_own
-from arraycomm._protocol.ends.launcher import find_launcher
 
 _HOSTS: Final = {"MPIR_CVAR_NOLOCAL": "1", "UCX_TLS": "^posix,sysv,cma"}
 _CLOSED: Final = {"MPIR_CVAR_CH4_CMA_ENABLE": "0", "UCX_POSIX_USE_PROC_LINK": "n"}

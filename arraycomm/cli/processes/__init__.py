@@ -1,1 +1,0 @@
-"""Ranks that are processes of this node, started from a script or a notebook."""
