@@ -1,10 +1,12 @@
-"""Process 0 brings processes together without MPI: it keeps texts that all can set and get.
+"""Process 0 brings processes together without MPI: what one of them sets, all get.
 
 Each connection carries lines of JSON. The coordinator sends a challenge and what a batch system
 calls its job: a process of another job leaves and comes again, since the address is free once this
 job has met. The other side answers with its number, the number of all, its name and its proof that
-it knows the secret. Once all are there they set and get texts. If something is wrong, every process
-hears what. Whoever sends anything else is cut off.
+it knows the secret. Once all are there, each gets every text that one of them sets. If something is
+wrong, every process hears what. Whoever sends anything else is cut off.
+
+A thread hears one connection, so that who sends half a line holds up nobody else.
 """
 
 from __future__ import annotations
@@ -12,14 +14,12 @@ from __future__ import annotations
 import hmac
 import json
 import secrets
-import selectors
 import socket
 import struct
 import sys
 import threading
 import time
 from contextlib import suppress
-from enum import Enum
 from hashlib import blake2b
 from os import getuid
 from typing import Any, Final
@@ -30,17 +30,21 @@ from arraycomm._errors import (
     CommTimeoutError,
     TransportError,
 )
-from arraycomm._start.numbering import Place
+from arraycomm._start.numbering import Numbering, Place
 
-PROTOCOL: Final = 3
+PROTOCOL: Final = 4
 # The bytes of the longest line, and the seconds in which a line can be sent.
 LONGEST: Final = 1 << 16
-_SENDING: Final = 2.0
+_SENDING: Final = struct.pack("ll", 2, 0)
 # Seconds for which those who come later still hear what is wrong.
 GRACE: Final = 3.0
+# Seconds between looks at the clock.
+_LOOK: Final = 0.05
 # How many connections may be open of those who have not said who they are.
 _STRANGERS: Final = 64
 _CREDENTIALS: Final = struct.Struct("3i")
+# What a process says of itself.
+_NUMBERS, _TEXTS = ("rank", "size", "pid"), ("name", "nonce", "proof")
 _ERRORS: Final[dict[str, type[ArrayCommError]]] = {
     kind.__name__: kind for kind in (BackendUnavailableError, CommTimeoutError, TransportError)
 }
@@ -57,23 +61,6 @@ def error_of(message: Message) -> ArrayCommError:
 def proof(secret: str, nonce: str, side: str) -> str:
     """Return what only those can answer to a challenge who know the secret."""
     return hmac.new(secret.encode(), f"{side}:{nonce}".encode(), "sha256").hexdigest()
-
-
-def encode(message: Message) -> bytes:
-    """Return a message as a line."""
-    return json.dumps(message).encode() + b"\n"
-
-
-def decode(line: bytes) -> Message | None:
-    """Return the message of a line, None if it is none."""
-    try:
-        found = json.loads(line)
-        # JSON can hold halves of characters, which no text of a process has, and which cannot be
-        # sent on.
-        json.dumps(found, ensure_ascii=False).encode()
-    except (ValueError, RecursionError):
-        return None
-    return found if isinstance(found, dict) else None
 
 
 def local_name(place: Place) -> str:
@@ -107,94 +94,107 @@ def listen(place: Place) -> socket.socket:
     return listener
 
 
+class Wire:
+    """A connection that carries messages, each a line."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self._lines = connection.makefile("rb")
+
+    def send(self, message: Message) -> None:
+        """Send a message; raises `OSError`."""
+        self.connection.sendall(json.dumps(message).encode() + b"\n")
+
+    def receive(self) -> Message:
+        """Return the next one; raises `OSError`, `EOFError` at the end, `ValueError` if none."""
+        line = self._lines.readline(LONGEST)
+        if not line:
+            raise EOFError
+        try:
+            found = json.loads(line)
+        except RecursionError as error:
+            raise ValueError from error
+        # JSON can hold halves of characters, which no text of a process has, and which cannot be
+        # sent on.
+        json.dumps(found, ensure_ascii=False).encode()
+        if not isinstance(found, dict) or not line.endswith(b"\n"):
+            raise ValueError
+        return found
+
+    def shut(self) -> None:
+        """Let both sides come to the end of what has been sent."""
+        with suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """End the connection."""
+        self._lines.close()
+        self.connection.close()
+
+
 def _ended(rank: int) -> str:
     return f"init: process {rank} has ended before all processes were connected"
 
 
-class _State(Enum):
-    GATHERING, MET, FAILED = range(3)
-
-
-class _Guest:
-    """A connection: what has come of a line, and who it is once it has said so."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self.connection = connection
-        self.nonce = secrets.token_hex(16)
-        self.rank = -1
-        self.answer_nonce = ""
-        self.about = ""
-        self.done = False
-        self._rest = b""
-
-    def lines(self) -> list[bytes] | None:
-        """Return the lines that have come; None at the end, or if one is too long."""
-        try:
-            chunk = self.connection.recv(LONGEST)
-        except OSError:
-            return None
-        *lines, self._rest = (self._rest + chunk).split(b"\n")
-        return None if not chunk or len(self._rest) > LONGEST else lines
-
-    def send(self, message: Message) -> None:
-        """Send a message; if that is not possible, the end of the connection is seen later."""
-        with suppress(OSError):
-            self.connection.sendall(encode(message))
-
-
 class Coordinator(threading.Thread):
-    """Serves the processes until all have left, or have heard what is wrong."""
+    """Serves the processes until all have left, or have heard what is wrong.
+
+    they come --> all have met --> all have left
+        |              |
+        +--------------+--> told what is wrong --> all have left, or the grace is over
+    """
 
     def __init__(
-        self, listener: socket.socket, place: Place, size: int, secret: str, limit: float, job: str
+        self, listener: socket.socket, found: Numbering, secret: str, limit: float, job: str
     ) -> None:
         super().__init__(name="arraycomm-coordinator", daemon=True)
-        self._listener, self._place, self._size, self._secret = listener, place, size, secret
-        self._job = job
-        self._limit = limit
+        self._listener, self._place, self._size = listener, found.place, found.size
+        self._secret, self._limit, self._job = secret, limit, job
         self._deadline = time.monotonic() + limit
-        self._state = _State.GATHERING
-        self._guests: list[_Guest] = []
-        self._ranks: dict[int, _Guest] = {}
+        # Held to read or change what follows.
+        self._changed = threading.Condition()
+        # Those who have not said who they are, and the number and the proof of those who have.
+        self._strangers: list[Wire] = []
+        self._guests: dict[Wire, tuple[int, str]] = {}
+        # Who has come with each number.
+        self._ranks: dict[int, str] = {}
+        self._met = False
         self._error: Message = {}
         self._told: set[int] = set()
-        # The first process that has left because of an error, and when the others hear of it: they
-        # may find the same error by themselves.
+        # The first process that has left because of an error: the others may find the same error by
+        # themselves, and hear of it a little later.
         self._gave_up = -1
-        self._texts: dict[str, str] = {}
-        self._waiting: list[tuple[str, _Guest]] = []
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(listener, selectors.EVENT_READ, None)
 
     def run(self) -> None:
         """Serve."""
-        try:
-            while not self._is_over():
-                for key, _ in self._selector.select(0.2):
-                    if key.data is None:
-                        self._accept()
-                    else:
-                        self._read(key.data)
-                if time.monotonic() > self._deadline:
-                    self._fail_if_late()
-        finally:
-            self._listener.close()
+        with self._listener:
+            self._listener.settimeout(_LOOK)
+            while self._gathers():
+                with suppress(OSError):
+                    self._accept(self._listener.accept()[0])
+        with self._changed:
+            for stranger in self._strangers:
+                stranger.shut()
+            self._changed.wait_for(lambda: self._is_over() or self._gave_up >= 0)
+            if not self._changed.wait_for(self._is_over, GRACE):
+                self._fail(TransportError, _ended(self._gave_up))
+            self._changed.wait_for(lambda: not self._guests, self._deadline - time.monotonic())
             for guest in self._guests:
-                guest.connection.close()
-            self._selector.close()
+                guest.shut()
 
-    def _fail_if_late(self) -> None:
-        if self._state is _State.GATHERING:
-            self._fail(CommTimeoutError, self._who_is_missing())
-        elif self._state is _State.MET and self._gave_up >= 0:
-            self._fail(TransportError, _ended(self._gave_up))
+    def _gathers(self) -> bool:
+        """Return whether processes may still come: to meet the others, or to hear what is wrong."""
+        with self._changed:
+            late = time.monotonic() > self._deadline
+            if late and not self._met and not self._error:
+                self._fail(CommTimeoutError, self._who_is_missing())
+                return True
+            # Those who were told close their connection.
+            heard = len(self._told) >= self._size and not self._guests
+            return not (self._met or late or heard)
 
     def _is_over(self) -> bool:
-        if self._state is _State.FAILED:
-            # Those who were told close their connection.
-            heard = len(self._told) >= self._size and all(g.rank < 0 for g in self._guests)
-            return heard or time.monotonic() > self._deadline
-        return self._state is _State.MET and all(guest.rank < 0 for guest in self._guests)
+        return bool(self._error) or not self._guests
 
     def _who_is_missing(self) -> str:
         missing = [str(rank) for rank in range(self._size) if rank not in self._ranks]
@@ -203,70 +203,44 @@ class Coordinator(threading.Thread):
             f"{self._limit:g} s; missing: {', '.join(missing)}{self._place.reach}"
         )
 
-    def _accept(self) -> None:
-        try:
-            connection, _ = self._listener.accept()
-        except OSError:
-            return
-        connection.settimeout(_SENDING)
+    def _accept(self, connection: socket.socket) -> None:
         if not is_own(connection):
             connection.close()
             return
-        guest = _Guest(connection)
-        self._guests.append(guest)
-        self._selector.register(connection, selectors.EVENT_READ, guest)
-        guest.send({"arraycomm": PROTOCOL, "nonce": guest.nonce, "job": self._job})
-        strangers = [other for other in self._guests if other.rank < 0]
-        if len(strangers) > _STRANGERS + self._size:
-            self._drop(strangers[0])
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _SENDING)
+        guest = Wire(connection)
+        with self._changed:
+            self._strangers.append(guest)
+            if len(self._strangers) > _STRANGERS + self._size:
+                self._strangers.pop(0).shut()
+        threading.Thread(target=self._hear, args=(guest,), daemon=True).start()
 
-    def _read(self, guest: _Guest) -> None:
-        lines = guest.lines()
-        if lines is None:
-            self._drop(guest)
-            return
-        for line in lines:
-            message = decode(line)
-            if message is None or not self._take(guest, message):
-                self._drop(guest)
-                return
+    def _hear(self, guest: Wire) -> None:
+        """Take what one process says until it ends, or says what is none."""
+        with suppress(OSError, EOFError, ValueError):
+            nonce = secrets.token_hex(16)
+            guest.send({"arraycomm": PROTOCOL, "nonce": nonce, "job": self._job})
+            self._arrive(guest, nonce, guest.receive())
+            while True:
+                message = guest.receive()
+                with self._changed:
+                    self._take(guest, message)
+        with self._changed:
+            guest.close()
+            if guest in self._strangers:
+                self._strangers.remove(guest)
+            rank, _ = self._guests.pop(guest, (-1, ""))
+            if rank >= 0 and not self._error:
+                self._fail(TransportError, _ended(rank))
+            self._changed.notify_all()
 
-    def _take(self, guest: _Guest, message: Message) -> bool:
-        """Act on a message; return whether it was one."""
-        if guest.rank < 0:
-            return self._arrive(guest, message)
-        key = message.get("set", message.get("get"))
-        if "bye" in message:
-            guest.done = True
-            if not message["bye"] and self._gave_up < 0:
-                self._gave_up, self._deadline = guest.rank, time.monotonic() + GRACE
-        elif not isinstance(key, str):
-            return False
-        elif "set" in message:
-            self._texts[key] = str(message.get("value"))
-            self._answer()
-        else:
-            self._waiting.append((key, guest))
-            self._answer()
-        return True
-
-    def _answer(self) -> None:
-        """Answer everybody who waits for a text that is there."""
-        for key, guest in self._waiting:
-            if key in self._texts:
-                guest.send({"value": self._texts[key]})
-        self._waiting = [(key, guest) for key, guest in self._waiting if key not in self._texts]
-
-    def _arrive(self, guest: _Guest, said: Message) -> bool:
-        """Take a process in; return whether it has said who it is."""
-        rank, size, pid = said.get("rank"), said.get("size"), said.get("pid")
-        texts = [said.get(name) for name in ("proof", "nonce", "name")]
-        if not all(type(number) is int for number in (rank, size, pid)):
-            return False
-        if not all(isinstance(text, str) for text in texts):
-            return False
-        right = proof(self._secret, guest.nonce, "process")
-        if not hmac.compare_digest(str(said["proof"]).encode(), right.encode()):
+    def _arrive(self, guest: Wire, nonce: str, said: Message) -> None:
+        """Take a process in; raises `ValueError` if it is none."""
+        for names, kind in ((_NUMBERS, int), (_TEXTS, str)):
+            if any(type(said.get(name)) is not kind for name in names):
+                raise ValueError
+        right = proof(self._secret, nonce, "process")
+        if not hmac.compare_digest(said["proof"].encode(), right.encode()):
             guest.send(
                 {
                     "error": "init: the secret of this process is not that of process 0 at "
@@ -274,67 +248,61 @@ class Coordinator(threading.Thread):
                     "process, or on none"
                 }
             )
-            return False
-        if self._state is _State.MET:
-            return False
-        guest.rank, guest.about = int(said["rank"]), f"process {pid} on {said['name']}"
-        guest.answer_nonce = str(said["nonce"])
-        self._welcome(guest, said)
-        return True
+            raise ValueError
+        with self._changed:
+            if self._met or guest not in self._strangers:
+                raise ValueError
+            self._strangers.remove(guest)
+            rank, about = said["rank"], f"process {said['pid']} on {said['name']}"
+            self._guests[guest] = rank, proof(self._secret, said["nonce"], "coordinator")
+            if self._error:
+                self._tell(guest)
+            elif said["size"] != self._size:
+                self._fail(
+                    BackendUnavailableError,
+                    f"init: process 0 was told that there are {self._size} processes, and process "
+                    f"{rank} that there are {said['size']}; start them with the same number, and "
+                    "each with a number of its own",
+                )
+            elif rank in self._ranks:
+                self._fail(
+                    BackendUnavailableError,
+                    f"init: two processes have the number {rank}: {self._ranks[rank]}, and "
+                    f"{about}; start each of them once, with a number of its own, and jobs at the "
+                    "same time with coordinator addresses of their own",
+                )
+            self._ranks.setdefault(rank, about)
+            if len(self._ranks) == self._size and not self._error:
+                self._met = True
+                for other, (_, own) in self._guests.items():
+                    self._send(other, {"met": True, "proof": own})
 
-    def _welcome(self, guest: _Guest, said: Message) -> None:
-        """Let a process wait for the others, or tell all what is wrong."""
-        if self._state is _State.FAILED:
-            self._tell(guest)
-            return
-        rank, first = guest.rank, self._ranks.setdefault(guest.rank, guest)
-        if said["size"] != self._size:
-            self._fail(
-                BackendUnavailableError,
-                f"init: process 0 was told that there are {self._size} processes, and process "
-                f"{rank} that there are {said['size']}; start them with the same number, and each "
-                "with a number of its own",
-            )
-        elif first is not guest:
-            self._fail(
-                BackendUnavailableError,
-                f"init: two processes have the number {rank}: {first.about}, and {guest.about}; "
-                "start each of them once, with a number of its own, and jobs at the same time with "
-                "coordinator addresses of their own",
-            )
-        elif len(self._ranks) == self._size:
-            self._begin()
-
-    def _begin(self) -> None:
-        self._state = _State.MET
-        self._selector.unregister(self._listener)
-        self._listener.close()
-        for guest in self._ranks.values():
-            guest.send(
-                {"met": True, "proof": proof(self._secret, guest.answer_nonce, "coordinator")}
-            )
-
-    def _drop(self, guest: _Guest) -> None:
-        if guest not in self._guests:
-            return
-        self._guests.remove(guest)
-        self._selector.unregister(guest.connection)
-        guest.connection.close()
-        if guest.rank >= 0 and not guest.done and self._state is not _State.FAILED:
-            self._fail(TransportError, _ended(guest.rank))
+    def _take(self, guest: Wire, message: Message) -> None:
+        """Act on what a process says that has been taken in."""
+        if "bye" in message:
+            rank, _ = self._guests.pop(guest)
+            if not message["bye"] and self._gave_up < 0:
+                self._gave_up = rank
+            raise EOFError
+        if self._met and not self._error:
+            for other in self._guests:
+                self._send(other, message)
 
     def _fail(self, kind: type[ArrayCommError], text: str) -> None:
         """Tell everybody what is wrong, also those who come now."""
-        if self._state is not _State.GATHERING:
-            # Nobody else can come.
-            self._size = 0
-        self._state = _State.FAILED
         self._deadline = time.monotonic() + GRACE
         self._error = {"error": text, "kind": kind.__name__}
-        for guest in list(self._guests):
-            if guest.rank >= 0 and not guest.done:
-                self._tell(guest)
+        for guest in self._guests:
+            self._tell(guest)
+        self._changed.notify_all()
 
-    def _tell(self, guest: _Guest) -> None:
-        guest.send(self._error)
-        self._told.add(guest.rank)
+    def _tell(self, guest: Wire) -> None:
+        self._send(guest, self._error)
+        self._told.add(self._guests[guest][0])
+
+    def _send(self, guest: Wire, message: Message) -> None:
+        """Send a message; if that is not possible, the end of the connection is seen."""
+        try:
+            guest.send(message)
+        except OSError:
+            guest.shut()

@@ -10,15 +10,18 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Final
 
-from arraycomm._errors import BackendUnavailableError, CommTimeoutError, TransportError
+from arraycomm._errors import (
+    ArrayCommError,
+    BackendUnavailableError,
+    CommTimeoutError,
+    TransportError,
+)
 from arraycomm._start.coordinator import (
     GRACE,
-    LONGEST,
     PROTOCOL,
     Coordinator,
     Message,
-    decode,
-    encode,
+    Wire,
     error_of,
     is_own,
     listen,
@@ -65,9 +68,9 @@ class Meeting:
     def __init__(
         self, connection: socket.socket, place: Place, limit: float, served: Coordinator | None
     ) -> None:
-        self._connection, self._place, self._limit = connection, place, limit
+        self._wire, self._place, self._limit = Wire(connection), place, limit
         self._served = served
-        self._rest = b""
+        self._texts: dict[str, str] = {}
 
     def set(self, key: str, value: str, /) -> None:
         """Let the other processes get a text."""
@@ -75,50 +78,49 @@ class Meeting:
 
     def get(self, key: str, /) -> bytes:
         """Return a text that a process has set, or will set."""
-        self.send({"get": key})
-        return str(self.receive(time.monotonic() + self._limit).get("value")).encode()
+        deadline = time.monotonic() + self._limit
+        while key not in self._texts:
+            said = self.receive(deadline)
+            self._texts[str(said.get("set"))] = str(said.get("value"))
+        return self._texts[key].encode()
 
     def leave(self, *, well: bool) -> None:
         """Part from the others; after an error, let them first read what they need to find it."""
-        with suppress(TransportError):
+        with suppress(ArrayCommError):
             self.send({"bye": well})
+            # What others have set meanwhile: a connection that is closed over it loses the above.
+            deadline = time.monotonic() + _LATER
+            while time.monotonic() < deadline:
+                self.receive(deadline)
         self.close()
         if not well and self._served is not None:
             self._served.join(2 * GRACE)
 
     def close(self) -> None:
         """End the connection."""
-        self._connection.close()
+        self._wire.close()
 
     def send(self, message: Message) -> None:
         """Send a message."""
         try:
-            self._connection.sendall(encode(message))
+            self._wire.send(message)
         except OSError as error:
             raise self._lost() from error
 
     def receive(self, deadline: float) -> Message:
         """Return the next message, or raise the error that has come in its place."""
-        while b"\n" not in self._rest:
-            self._connection.settimeout(max(deadline - time.monotonic(), _NAP))
-            try:
-                chunk = self._connection.recv(LONGEST)
-            except TimeoutError:
-                raise CommTimeoutError(
-                    f"init: process 0, the coordinator at {self._place}, has not answered in "
-                    f"{self._limit:g} s"
-                ) from None
-            except OSError as error:
-                raise self._lost() from error
-            self._rest += chunk
-            if not chunk:
-                raise self._lost()
-            if len(self._rest) > LONGEST:
-                raise self._foreign()
-        line, self._rest = self._rest.split(b"\n", 1)
-        message = decode(line)
-        if message is None:
-            raise self._foreign()
+        self._wire.connection.settimeout(max(deadline - time.monotonic(), _NAP))
+        try:
+            message = self._wire.receive()
+        except TimeoutError:
+            raise CommTimeoutError(
+                f"init: process 0, the coordinator at {self._place}, has not answered in "
+                f"{self._limit:g} s"
+            ) from None
+        except (OSError, EOFError) as error:
+            raise self._lost() from error
+        except ValueError as error:
+            raise self._foreign() from error
         if "error" in message:
             raise error_of(message)
         return message
@@ -230,7 +232,7 @@ def _serve(found: Numbering, secret: str, limit: float, job: str) -> Coordinator
             f"init: process 0 cannot listen at {found.place}: {error.strerror or error}; the "
             "coordinator address has to be one of the host of process 0"
         ) from error
-    made = Coordinator(listener, found.place, found.size, secret, limit, job)
+    made = Coordinator(listener, found, secret, limit, job)
     made.start()
     return made
 

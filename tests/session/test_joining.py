@@ -208,6 +208,7 @@ def test_strangers_do_not_disturb() -> None:
                 except ConnectionError:
                     pass
         silent = _connection(place)
+        silent.sendall(b'{"rank": 1, ')  # and no more
         second = process(1, 2, place)()
         assert isinstance(first.result(), Meeting)
         second.set("key", "text")
