@@ -28,7 +28,8 @@ from arraycomm._exit.exit import leave_by_error, replace_root
 from arraycomm._messages.calls import MessageCalls
 from arraycomm._messages.messages import Messenger
 from arraycomm._protocol.group import Group
-from arraycomm._start.over_mpi import Arguments, open_over_mpi
+from arraycomm._start.arguments import Arguments
+from arraycomm._start.over_mpi import open_over_mpi
 from arraycomm._trace.trace import Traceable
 from arraycomm._trees.fusion import TreeMemory
 from arraycomm._trees.plan import MakePlan, Plan

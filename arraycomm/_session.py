@@ -7,13 +7,12 @@ import sys
 import threading
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, Final
+from typing import Any
 
 from arraycomm import _launch
 from arraycomm._calls.runner import Runner
 from arraycomm._collectives.groups import ENDED_BY_ERROR, Finalize, warn_of_messages
 from arraycomm._communicator import Communicator, latest, runner_of
-from arraycomm._cuda.devices import Devices
 from arraycomm._entries import entries, entry
 from arraycomm._errors import BackendUnavailableError, NotInitializedError, PeerError
 from arraycomm._exit.exit import (
@@ -25,43 +24,15 @@ from arraycomm._exit.exit import (
 )
 from arraycomm._folds import use_threads
 from arraycomm._launch.places import threads_for
-from arraycomm._protocol.group import Group
 from arraycomm._protocol.waits import still_waiting
-from arraycomm._start.choice import Start, choose_start
-from arraycomm._start.facts import facts
-from arraycomm._start.meeting import seconds_of
-from arraycomm._start.on_node import open_by_numbers
+from arraycomm._start import arguments as asked
+from arraycomm._start.arguments import Arguments, Default, default, seconds_of
+from arraycomm._start.choice import Start, choose_start, open_world
+from arraycomm._start.opened import open_alone
 from arraycomm._start.others import refuse_other_ranks
-from arraycomm._start.over_mpi import (
-    Arguments,
-    Opened,
-    mpi_transport,
-    open_over_mpi,
-    refuse_other_launcher,
-)
+from arraycomm._start.over_mpi import mpi_transport
 from arraycomm._trace import environment
 from arraycomm._transports.notes import FAILED, GAVE_UP
-from arraycomm._transports.threads import SelfTransport
-
-
-class _Default:
-    """What an argument is if it is not passed; told apart from the same value that is passed."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def __repr__(self) -> str:
-        return repr(self.value)
-
-
-def default(value: Any) -> Any:
-    """Return the default of an argument; signatures show its value."""
-    return _Default(value)
-
-
-_BACKENDS: Final = ("auto", "self", "mpi", "nccl", "processes", "threads")
-_YES: Final = ("1", "true", "yes", "on")
-_NO: Final = ("0", "false", "no", "off")
 
 
 class _Session:
@@ -165,10 +136,10 @@ def init(
         "reproducible": reproducible,
         "timeout": timeout,
     }
-    passed = {name: value for name, value in named.items() if not isinstance(value, _Default)}
+    passed = {name: value for name, value in named.items() if not isinstance(value, Default)}
     _refuse_threads_as_ranks()
     if _session.world is not None:
-        _check(backend, verbose, report_after)
+        asked.check(backend, verbose, report_after, first=False)
         _compare_with_first(_session.world, backend, passed)
         _session.show(verbose)
         return world()
@@ -176,11 +147,11 @@ def init(
         _refuse_children_of_ranks()
     wrong = None
     try:
-        _check(backend, verbose, report_after)
-        arguments = {**_defaults(), **passed}
+        asked.check(backend, verbose, report_after, first=True)
+        arguments = {**asked.defaults(), **passed}
     except (TypeError, ValueError) as error:
         # Raised once the other ranks are told of it, if there are others.
-        wrong, backend, arguments = error, "auto", {**_CONSTANTS, **passed}
+        wrong, backend, arguments = error, "auto", {**asked.CONSTANTS, **passed}
     given = Arguments(backend=backend, **arguments, wrong=wrong)
     start = choose_start(backend)
     if start.backend in ("mpi", "nccl") and start.launched:
@@ -195,10 +166,10 @@ def init(
     elif start.numbering is None:
         # Raises what is wrong with them before MPI is loaded, since no other rank has to be told.
         given.checked(local_rank=0, local_size=1)
-    opened = _open_world(start, given)
+    opened = open_world(start, given)
     use_threads(threads_for(opened.runner.group.transport.local_size, os.environ))
     _session.world, _session.arguments = Communicator(opened.runner), arguments
-    _session.facts = facts(*opened)
+    _session.facts = opened.facts()
     _session.is_one = backend == "auto" and _session.world.size == 1
     environment.begin(opened.runner)
     _session.show(verbose)
@@ -318,7 +289,7 @@ def _alone() -> Communicator:
             "borrow: this process is one of several, and each would compute by itself; call "
             "arraycomm.init() in the program, or pass a communicator"
         )
-    return Communicator(_open_alone(Arguments(backend="self", **_defaults())).runner)
+    return Communicator(open_alone(Arguments(backend="self", **asked.defaults())).runner)
 
 
 def _over_mpi(comm: Any) -> Communicator:
@@ -338,7 +309,7 @@ def renew() -> None:
     backend = old.backend
     arguments = {**_session.arguments, "report_after": still_waiting.report_after()}
     _session.end()
-    made = init(backend if backend in _BACKENDS else "auto", **arguments)
+    made = init(backend if backend in asked.BACKENDS else "auto", **arguments)
     # Whoever holds the old one, as a module of tests may, holds the new one.
     Communicator.__init__(old, runner_of(made))
     _session.world = old
@@ -397,19 +368,6 @@ def _is_nothing_left(runner: Runner) -> bool:
     return left == 0
 
 
-def _check(backend: Any, verbose: Any, report_after: Any) -> None:
-    """Raise if one of these is wrong; take over the last one."""
-    if backend not in _BACKENDS:
-        raise ValueError(f"init: backend must be one of {', '.join(_BACKENDS)}; got {backend!r}")
-    if not isinstance(verbose, bool):
-        raise TypeError(f"init: verbose must be True or False; got {verbose!r}")
-    # A first `init` may leave it to the variable.
-    if not isinstance(report_after, _Default):
-        still_waiting.choose(report_after)
-    elif _session.world is None:
-        still_waiting.choose(_seconds(still_waiting.VARIABLE, still_waiting.DEFAULT))
-
-
 def _refuse_children_of_ranks() -> None:
     """Raise in a process that a rank has started: the launcher knows nothing of it."""
     refuse_forked_child("init")
@@ -422,33 +380,6 @@ def _refuse_children_of_ranks() -> None:
         )
 
 
-def _seconds(variable: str, otherwise: float) -> float | None:
-    """Return the seconds that a variable of the environment says, None for ever."""
-    said = os.environ.get(variable, str(otherwise))
-    try:
-        return None if said.lower() == "none" else float(said)
-    except ValueError:
-        raise ValueError(
-            f"init: {variable} must be a number of seconds or none; got {said!r}"
-        ) from None
-
-
-_CONSTANTS: Final = {"device": None, "check": True, "reproducible": True, "timeout": 1800.0}
-
-
-def _defaults() -> dict[str, Any]:
-    timeout = _seconds("ARRAYCOMM_TIMEOUT", 1800.0)
-    return {**_CONSTANTS, "check": _default_check(), "timeout": timeout}
-
-
-def _default_check() -> bool:
-    said = os.environ.get("ARRAYCOMM_CHECK") or "1"
-    if said.lower() not in _YES + _NO:
-        allowed = ", ".join(_YES + _NO)
-        raise ValueError(f"init: ARRAYCOMM_CHECK must be one of {allowed}; got {said!r}")
-    return said.lower() in _YES
-
-
 def _compare_with_first(comm: Communicator, backend: str, passed: dict[str, Any]) -> None:
     if backend not in ("auto", comm.backend):
         raise ValueError(f"init: was called with backend {comm.backend!r} before; got {backend!r}")
@@ -456,27 +387,3 @@ def _compare_with_first(comm: Communicator, backend: str, passed: dict[str, Any]
         first = _session.arguments[name]
         if value != first:
             raise ValueError(f"init: was called with {name}={first!r} before; got {value!r}")
-
-
-def _open_world(start: Start, arguments: Arguments) -> Opened:
-    if start.backend in ("mpi", "nccl"):
-        mpi_transport(seconds_of(arguments.timeout))
-        from mpi4py import MPI
-
-        refuse_other_launcher(_launch.detect(os.environ))
-        return open_over_mpi(MPI.COMM_WORLD, arguments)
-    if start.numbering is not None:
-        return open_by_numbers(start.numbering, arguments)
-    if start.backend == "threads":
-        raise ValueError(
-            "init: a world of threads is made by arraycomm.testing.run, which passes its "
-            "communicator to your function"
-        )
-    return _open_alone(arguments)
-
-
-def _open_alone(arguments: Arguments) -> Opened:
-    options, request = arguments.checked(local_rank=0, local_size=1)
-    group = Group(SelfTransport(), options)
-    devices = Devices(group, request)
-    return Opened(Runner(group, devices), [devices.device_name])

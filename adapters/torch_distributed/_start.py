@@ -14,8 +14,8 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 import arraycomm as ac
 from arraycomm._launch import detect
+from arraycomm._start.arguments import Arguments
 from arraycomm._start.on_node import open_on_node
-from arraycomm._start.over_mpi import Arguments
 from arraycomm.adapters.torch_distributed._group import ArrayCommProcessGroup
 
 

@@ -9,8 +9,12 @@ from arraycomm import _launch
 from arraycomm._errors import BackendUnavailableError
 from arraycomm._exit.exit import mpi_has_peers
 from arraycomm._launch.ancestors import children_of, find_launcher
+from arraycomm._start.arguments import Arguments, seconds_of
 from arraycomm._start.numbering import EXAMPLE, Numbering, numbering
+from arraycomm._start.on_node import open_by_numbers
+from arraycomm._start.opened import Opened, open_alone
 from arraycomm._start.others import refuse_other_ranks
+from arraycomm._start.over_mpi import mpi_transport, open_over_mpi, refuse_other_launcher
 
 
 class Start(NamedTuple):
@@ -110,3 +114,21 @@ def _refuse_contradiction(launch: _launch.Launch | None) -> None:
                 f"{'es' if launch.size > 1 else ''}, but {variable} is {said}; start the program "
                 f"by one of them, or unset {variable}"
             )
+
+
+def open_world(start: Start, arguments: Arguments) -> Opened:
+    """Open the group of all ranks; collective."""
+    if start.backend in ("mpi", "nccl"):
+        mpi_transport(seconds_of(arguments.timeout))
+        from mpi4py import MPI
+
+        refuse_other_launcher(_launch.detect(os.environ))
+        return open_over_mpi(MPI.COMM_WORLD, arguments)
+    if start.numbering is not None:
+        return open_by_numbers(start.numbering, arguments)
+    if start.backend == "threads":
+        raise ValueError(
+            "init: a world of threads is made by arraycomm.testing.run, which passes its "
+            "communicator to your function"
+        )
+    return open_alone(arguments)

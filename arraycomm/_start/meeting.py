@@ -35,14 +35,6 @@ _SHOWING: Final = 0.1
 _DEFAULT: Final = 1800.0
 
 
-def seconds_of(timeout: Any) -> float:
-    """Return the seconds of an argument that is still to be checked; a default if it is wrong."""
-    if timeout is None:
-        return float("inf")
-    valid = isinstance(timeout, int | float) and not isinstance(timeout, bool) and timeout > 0
-    return float(timeout) if valid else _DEFAULT
-
-
 # MPI's own beginning
 
 

@@ -6,21 +6,19 @@ import json
 import os
 import socket
 import tempfile
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Protocol
 
-from arraycomm._callsite import describe_raise
-from arraycomm._cuda.device import DeviceRequest
-from arraycomm._errors import BackendUnavailableError, text_of
+from arraycomm._errors import BackendUnavailableError
 from arraycomm._exit.exit import refuse_forked_child, watch_exit
 from arraycomm._launch.places import host, namespaces
 from arraycomm._native.build import seen
-from arraycomm._protocol.details import Detail, Failure, Nothing
-from arraycomm._protocol.group import Options
-from arraycomm._protocol.mismatch import by_ranks, peer_error
+from arraycomm._protocol.mismatch import by_ranks
+from arraycomm._start.arguments import Arguments, Tell, agree, refuse_different
 from arraycomm._start.joining import join
 from arraycomm._start.numbering import Numbering, without_mpi
-from arraycomm._start.over_mpi import Arguments, Opened, open_root, refuse_different
+from arraycomm._start.opened import Opened, open_root
 from arraycomm._transports.processes.transport import ProcessesTransport, meet, memory_bytes
 
 
@@ -58,26 +56,24 @@ def open_on_node(store: Store, rank: int, size: int, arguments: Arguments) -> Op
     def get(key: str) -> str:
         return store.get(key).decode()
 
-    def tell(name: str, text: str) -> list[str]:
+    def tell(name: str, text: str) -> Iterator[str]:
         store.set(f"{name}/{rank}", text)
-        return [get(f"{name}/{other}") for other in range(size)]
+        return (get(f"{name}/{other}") for other in range(size))
 
     refuse_different(seen(), tell)
-    options, request = _checked_by_all(store, rank, size, arguments)
+    options, request = agree(lambda: replace(arguments, backend="auto").checked(rank, size), tell)
     memory, lives = meet(store.set, get, rank, size)
     if memory is None:
         raise BackendUnavailableError(
-            f"init: the ranks are not able to map the same memory: {_why_apart(store, rank, size)}"
+            f"init: the ranks are not able to map the same memory: {_why_apart(tell, size)}"
         )
     return open_root(ProcessesTransport(memory, rank, size, lives), options, request)
 
 
-def _why_apart(store: Store, rank: int, size: int) -> str:
+def _why_apart(tell: Tell, size: int) -> str:
     """Say why the ranks share no memory, all of which ask, and what to do."""
-    where = [host(), socket.gethostname(), namespaces()]
-    store.set(f"place/{rank}", json.dumps(where))
-    said = [json.loads(store.get(f"place/{other}")) for other in range(size)]
-    hosts, names, spaces = zip(*said, strict=True)
+    where = json.dumps([host(), socket.gethostname(), namespaces()])
+    hosts, names, spaces = zip(*map(json.loads, tell("place", where)), strict=True)
     if len(set(hosts)) > 1:
         return f"they are on several hosts ({by_ranks(names)}); {without_mpi(size)}"
     own = [kind for kind in spaces[0] if any(of.get(kind) != spaces[0][kind] for of in spaces)]
@@ -90,21 +86,3 @@ def _why_apart(store: Store, rank: int, size: int) -> str:
         f"there is no room for {memory_bytes(size) / (1 << 20):.3g} MiB in memory, in /dev/shm and "
         f"in {tempfile.gettempdir()}, or the system forbids it; make room"
     )
-
-
-def _checked_by_all(
-    store: Store, rank: int, size: int, arguments: Arguments
-) -> tuple[Options, DeviceRequest]:
-    """Return this rank's arguments, once every rank has found its own to be right."""
-    key = "arguments/{}"
-    try:
-        options, request = replace(arguments, backend="auto").checked(rank, size)
-    except Exception as error:
-        store.set(key.format(rank), json.dumps([text_of(error), describe_raise(error)]))
-        raise
-    store.set(key.format(rank), json.dumps([]))
-    said = [json.loads(store.get(key.format(other))) for other in range(size)]
-    replies: list[Detail] = [Failure(*texts) if texts else Nothing() for texts in said]
-    if any(said):
-        raise peer_error("init", replies)
-    return options, request

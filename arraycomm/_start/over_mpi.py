@@ -4,89 +4,25 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from collections.abc import Callable
+from typing import Any, Final
 
-from arraycomm._calls.operation import Context
-from arraycomm._calls.runner import Runner
-from arraycomm._callsite import describe_raise
-from arraycomm._collectives.groups import SmallExchange
 from arraycomm._cuda.device import DeviceRequest
-from arraycomm._cuda.devices import Devices
-from arraycomm._errors import BackendUnavailableError, MismatchError, text_of
-from arraycomm._exit.exit import add_root, refuse_forked_child, watch_exit
+from arraycomm._errors import BackendUnavailableError
+from arraycomm._exit.exit import refuse_forked_child, watch_exit
 from arraycomm._launch import ADDRESS, SRUN, Launch, detect
 from arraycomm._launch.library import MPICH, family_of
 from arraycomm._launch.probe import hidden, in_short
-from arraycomm._native.build import build, seen
-from arraycomm._protocol.agreement import Agreement
-from arraycomm._protocol.details import Detail, Failure, Nothing
-from arraycomm._protocol.group import Group, Options
-from arraycomm._protocol.mismatch import by_ranks, peer_error
+from arraycomm._native.build import seen
+from arraycomm._protocol.group import Options
+from arraycomm._start.arguments import Arguments, agree, refuse_different, seconds_of
 from arraycomm._start.containers import about_memory, prepare_mpi, refuse_apart
-from arraycomm._start.meeting import begin_mpi, finish, meet, ranks_here, seconds_of
+from arraycomm._start.meeting import begin_mpi, finish, meet, ranks_here
+from arraycomm._start.opened import Opened, open_root
 from arraycomm._transports.base import Transport
 from arraycomm._transports.mpi.files import check_room
 
 _BACKENDS: Final = ("auto", "mpi", "nccl")
-# Bytes of a device's name, as in "cuda:0".
-_NAME: Final = 16
-
-
-@dataclass(frozen=True)
-class Arguments:
-    """What this rank passed to `init` or `from_mpi`, before it is checked."""
-
-    backend: Any
-    device: Any
-    check: Any
-    reproducible: Any
-    timeout: Any
-    # Another argument or a variable of the environment is wrong: `checked` raises it, and so tells
-    # the others.
-    wrong: Exception | None = None
-    # Whether they are those of `init`.
-    over_world: bool = True
-
-    def checked(self, local_rank: int, local_size: int) -> tuple[Options, DeviceRequest]:
-        """Return the options and the request of this rank, or raise what is wrong with them."""
-        if self.wrong is not None:
-            raise self.wrong
-        options = Options(self.check, self.reproducible, self.timeout)
-        return options, DeviceRequest.checked(
-            self.backend, self._own_device(local_rank, local_size)
-        )
-
-    def _own_device(self, local_rank: int, local_size: int) -> Any:
-        devices = self.device
-        if not isinstance(devices, list | tuple):
-            return devices
-        if len(devices) < local_size:
-            raise ValueError(
-                "init: a list of devices must have one for each rank of a node, by local rank; got "
-                f"{len(devices)} for {local_size} ranks: {devices!r}"
-            )
-        return devices[local_rank]
-
-
-class Opened(NamedTuple):
-    """A group that has been opened, and where each of its ranks makes arrays."""
-
-    runner: Runner
-    devices: list[str]
-
-
-class Init(SmallExchange):
-    """See `arraycomm.init`."""
-
-    name, code = "init", 1
-
-    def __init__(self, context: Context, options: Options, backend: str, device: str) -> None:
-        super().__init__(context, f"{options!r}, {backend}", device.encode().ljust(_NAME))
-
-    def result(self, agreement: Agreement) -> Any:
-        return [name.decode().rstrip() for name in super().result(agreement)]
 
 
 def mpi_transport(timeout: float) -> Callable[[Any], Transport]:
@@ -165,30 +101,30 @@ def open_over_mpi(mpi_comm: Any, arguments: Arguments) -> Opened:
     duplicate = Movement(mpi_comm.Idup)
     finish(duplicate.done, what, timeout)
     own, _ = duplicate.begun
-    # Texts, which any version can read.
-    refuse_different(sight, lambda _, text: own.allgather(text))
+
+    def tell(_: str, text: str) -> list[str]:
+        # Texts, which any version can read.
+        return own.allgather(text)
+
+    refuse_different(sight, tell)
     transport = make(own)
     if family_of(MPI.get_vendor()[0]) == MPICH:
         refuse_apart(own.allgather(about_memory(os.environ)), transport.nodes())
     try:
-        options, request = _checked_by_all(own, arguments, transport)
+        options, request = agree(lambda: _checked(arguments, transport), tell)
     except Exception:
         transport.free()
         raise
     return open_root(transport, options, request)
 
 
-def open_root(transport: Transport, options: Options, request: DeviceRequest) -> Opened:
-    """Open the group of a transport's ranks; collective."""
-    group = Group(transport, options)
-    devices = Devices(group, request)
-    runner = Runner(group, devices)
-    add_root(group)
-    names = runner.call(Init, options, request.backend, devices.device_name)
-    if request.backend == "nccl":
-        devices.require()
-        group.backend = "nccl"
-    return Opened(runner, names)
+def _checked(arguments: Arguments, transport: Transport) -> tuple[Options, DeviceRequest]:
+    if arguments.backend not in _BACKENDS:
+        raise ValueError(
+            f"init: over MPI backend must be one of {', '.join(_BACKENDS)}; "
+            f"got {arguments.backend!r}"
+        )
+    return arguments.checked(transport.local_rank, transport.local_size)
 
 
 def _check_kind(mpi_comm: Any) -> None:
@@ -201,49 +137,3 @@ def _check_kind(mpi_comm: Any) -> None:
             f"belongs; got {kind}"
             + ("; pass what its Merge returns" if isinstance(mpi_comm, MPI.Intercomm) else "")
         )
-
-
-def refuse_different(sight: str, tell: Callable[[str, str], Sequence[str]]) -> None:
-    """Raise on every rank if their builds differ: they would misread one another's headers.
-
-    `sight` is what this rank has seen of its own. `tell(name, text)` returns the texts of this name
-    of all ranks.
-    """
-    if len(set(tell("version", sight))) == 1 and len(set(sight.split()[1:])) < 2:
-        return
-    # What another version says has one line.
-    said = tell("build", "\n".join(build()))
-    builds = [(*text.split("\n"), "", "", "")[:4] for text in said]
-    natives = {digest for _, _, *digests in builds for digest in digests if digest}
-    if len({code for _, code, *_ in builds}) > 1 or len(natives) > 1:
-        raise MismatchError(
-            "init: ranks run different versions of arraycomm, or a C part of other sources: "
-            f"{by_ranks([_said(*one) for one in builds])}; install the same version for all ranks, "
-            "build the C part again (pip install -e .) or set ARRAYCOMM_NATIVE=0, and start the "
-            "program again"
-        )
-
-
-def _said(place: str, code: str, built_from: str, sources: str) -> str:
-    here = f", whose sources there are {sources}" if sources not in ("", built_from) else ""
-    return f"{place} (code {code}, C part {built_from or 'none'}{here})"
-
-
-def _checked_by_all(
-    mpi_comm: Any, arguments: Arguments, transport: Transport
-) -> tuple[Options, DeviceRequest]:
-    """Return this rank's arguments, once every rank has found its own to be right."""
-    try:
-        if arguments.backend not in _BACKENDS:
-            raise ValueError(
-                f"init: over MPI backend must be one of {', '.join(_BACKENDS)}; "
-                f"got {arguments.backend!r}"
-            )
-        options, request = arguments.checked(transport.local_rank, transport.local_size)
-    except Exception as error:
-        mpi_comm.allgather(Failure(text_of(error), describe_raise(error)))
-        raise
-    replies: list[Detail] = mpi_comm.allgather(Nothing())
-    if any(isinstance(reply, Failure) for reply in replies):
-        raise peer_error("init", replies)
-    return options, request

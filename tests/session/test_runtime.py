@@ -173,19 +173,19 @@ class TestEndingWell:
         done = launch(
             """
             from mpi4py import MPI
-            from arraycomm._start import over_mpi
+            from arraycomm._start import arguments, over_mpi
 
             last = MPI.COMM_WORLD.rank == 2
-            own = over_mpi.seen, over_mpi.build
+            own = over_mpi.seen, arguments.build
             if last:
                 over_mpi.seen = lambda: "other"
-                over_mpi.build = lambda: ("0.2.0", "other", "", "")
+                arguments.build = lambda: ("0.2.0", "other", "", "")
             for start in (ac.init, lambda: ac.Communicator.from_mpi(MPI.COMM_WORLD)):
                 try:
                     start()
                 except ac.MismatchError as error:
                     sys.stdout.write(f"{error}\\n")
-            over_mpi.seen, over_mpi.build = own
+            over_mpi.seen, arguments.build = own
             assert ac.init().allreduce(1) == 3
         """,
             ranks=3,

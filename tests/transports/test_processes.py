@@ -15,8 +15,8 @@ import pytest
 import arraycomm as ac
 from arraycomm._launch import places
 from arraycomm._start import on_node as node_start
+from arraycomm._start.arguments import Arguments
 from arraycomm._start.on_node import open_on_node
-from arraycomm._start.over_mpi import Arguments
 from arraycomm._transports import shared_files
 from arraycomm._transports.lives import Lives
 from arraycomm._transports.processes import transport as processes
