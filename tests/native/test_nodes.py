@@ -28,7 +28,7 @@ from arraycomm._transports.control import PAYLOAD, message_slot
 from arraycomm._transports.mpi import control as mpi_control
 from arraycomm._transports.mpi import nodes as mpi_nodes
 from arraycomm._transports.mpi import pieces as mpi_pieces
-from arraycomm._transports.mpi import repeated as mpi_repeated
+from arraycomm._transports.mpi import under_way as mpi_under_way
 from arraycomm._transports.notes import Notes
 
 if compiled is None:
@@ -350,7 +350,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
         Is_finalized=lambda: False,
         Exception=mpi_control.MPI.Exception,
     )
-    for module in (mpi_nodes, mpi_repeated, mpi_pieces):
+    for module in (mpi_nodes, mpi_under_way, mpi_pieces):
         monkeypatch.setattr(module, "MPI", mpi)
     # Some by way of records, others from slot to slot.
     monkeypatch.setattr(mpi_nodes, "_LARGE", 800)

@@ -347,8 +347,7 @@ def drop_first_task(comm: Member) -> None:
 
 def mpi_movements() -> Any:
     """Return the sends and receives that MPI has not finished, whoever waits for them."""
-    from arraycomm._transports.mpi.repeated import MpiRepeated
-    from arraycomm._transports.mpi.under_way import KEPT_ALIVE, Movement
+    from arraycomm._transports.mpi.under_way import KEPT_ALIVE, Movement, MpiRepeated
 
     return {kept for kept in KEPT_ALIVE if isinstance(kept, Movement | MpiRepeated)}
 

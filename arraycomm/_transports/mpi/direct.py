@@ -13,8 +13,7 @@ import numpy as np
 from mpi4py import MPI
 
 from arraycomm._transports.base import Blocks, Bytes, Handle
-from arraycomm._transports.mpi.movement import Messages, Requests
-from arraycomm._transports.mpi.pieces import Lane, Pieces
+from arraycomm._transports.mpi.pieces import Lane, Messages, Pieces, Requests
 from arraycomm._transports.mpi.routes import Places
 from arraycomm._transports.mpi.under_way import start
 

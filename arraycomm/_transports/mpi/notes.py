@@ -15,12 +15,10 @@ import numpy as np
 from mpi4py import MPI
 
 from arraycomm._errors import TransportError
-from arraycomm._transports.mpi.failures import translated
+from arraycomm._transports.mpi.under_way import NOTES_TAG, translated
 from arraycomm._transports.mpi.wait_replies import ASKING, COLLECTING, WaitReplies
 from arraycomm._transports.notes import FAILED, GAVE_UP, WELL, ExitNotice
 
-# Larger than the tags of users' messages and of their further pieces.
-TAG: Final = 1 << 21
 # The number of the control channel, the kind, a step, a state, and the length of the text. Such
 # messages are short enough for MPI to send them at once.
 _MESSAGE: Final = struct.Struct("<5q")
@@ -60,7 +58,7 @@ class MpiNotes(WaitReplies):
 
     def answer_requests(self) -> None:
         try:
-            while message := self._comm.Improbe(MPI.ANY_SOURCE, TAG, status := MPI.Status()):
+            while message := self._comm.Improbe(MPI.ANY_SOURCE, NOTES_TAG, status := MPI.Status()):
                 data = np.empty(status.Get_count(MPI.BYTE), np.uint8)
                 message.Recv([data, MPI.BYTE])
                 self._read(status.Get_source(), data.tobytes())
@@ -89,6 +87,6 @@ class MpiNotes(WaitReplies):
         message = _MESSAGE.pack(self._number, kind, step, state, len(data)) + data
         try:
             self._sent = [sent for sent in self._sent if not sent[0].Test()]
-            self._sent.append((self._comm.Isend([message, MPI.BYTE], peer, TAG), message))
+            self._sent.append((self._comm.Isend([message, MPI.BYTE], peer, NOTES_TAG), message))
         except MPI.Exception as error:
             raise translated(error) from error

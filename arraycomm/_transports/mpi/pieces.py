@@ -22,8 +22,7 @@ from typing import Final, NamedTuple
 from mpi4py import MPI
 
 from arraycomm._transports.base import Bytes
-from arraycomm._transports.mpi.memory import on_all
-from arraycomm._transports.mpi.under_way import start
+from arraycomm._transports.mpi.under_way import KEPT_ALIVE, on_all, start, translated
 
 # The most bytes of a piece, but for what makes whole cache lines of it, and how many are under way.
 PIECE: Final = 64_000
@@ -157,3 +156,40 @@ def free(lanes: Iterable[Prepared]) -> None:
     for request in chain.from_iterable(chain.from_iterable(lanes)):
         if request:
             request.Free()
+
+
+Requests = list[MPI.Request]
+
+
+class Messages:
+    """Messages of one movement, whole or in pieces, and the buffers that they keep alive.
+
+    Those in `later` are waited for after the others. In between `then` is called, which begins
+    those that need what the others bring.
+    """
+
+    def __init__(self, *buffers: Bytes) -> None:
+        self.requests, self.later = Requests(), Requests()
+        self.lanes: list[Lane] = []
+        self.then: Callable[[], None] | None = None
+        self._buffers = buffers
+        KEPT_ALIVE.add(self)
+
+    def done(self) -> bool:
+        try:
+            while True:
+                self.lanes = [lane for lane in self.lanes if not lane.done()]
+                while self.requests:
+                    if not self.requests[-1].Test():
+                        return False
+                    self.requests.pop()
+                if self.lanes:
+                    return False
+                if self.then is None:
+                    KEPT_ALIVE.discard(self)
+                    return True
+                then, self.then = self.then, None
+                self.requests = self.later
+                then()
+        except MPI.Exception as error:
+            raise translated(error) from error

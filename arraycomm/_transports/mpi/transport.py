@@ -6,8 +6,9 @@ movements are nonblocking collectives of bytes: MPI sees no dtype, and reduces n
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Final, cast
+from collections.abc import Callable, Sequence
+from itertools import count
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from mpi4py import MPI
 
@@ -16,19 +17,24 @@ from arraycomm._transports.base import DIRECT_RANKS, Blocks, Bytes, Handle, Tran
 from arraycomm._transports.control import ControlChannel, SharedControl
 from arraycomm._transports.lives import DELAY, Lives, find_lives
 from arraycomm._transports.mailbox import Mailbox
-from arraycomm._transports.mpi.chain import make_chain
-from arraycomm._transports.mpi.control import MpiControl
-from arraycomm._transports.mpi.direct import DirectMessages
-from arraycomm._transports.mpi.failures import failed_ranks, shrunk, survives_failures, translated
-from arraycomm._transports.mpi.memory import shared_memory, tell_and_agree
-from arraycomm._transports.mpi.movement import vector
-from arraycomm._transports.mpi.notes import TAG as NOTES
-from arraycomm._transports.mpi.pieces import agreed
-from arraycomm._transports.mpi.relay import Relay
-from arraycomm._transports.mpi.repeated import MpiReceive, MpiSend
-from arraycomm._transports.mpi.routes import Places
-from arraycomm._transports.mpi.under_way import Movement, finish
+from arraycomm._transports.mpi.under_way import (
+    NOTES_TAG,
+    Movement,
+    MpiReceive,
+    MpiSend,
+    failed_ranks,
+    finish,
+    shared_memory,
+    shrunk,
+    survives_failures,
+    tell_and_agree,
+    translated,
+)
 from arraycomm._transports.repeated import Repeated
+
+if TYPE_CHECKING:
+    from arraycomm._transports.mpi.direct import DirectMessages
+    from arraycomm._transports.mpi.routes import Relay
 
 # Polls before a waiting rank gives up its core. More would delay the rank that it waits for, if
 # both share the core.
@@ -73,43 +79,56 @@ class MPITransport(Transport):
         # Between nodes, messages that nobody finds who looks for a user's.
         self._between: MPI.Intracomm | None = None
         self._direct: DirectMessages | None = None
-        self._broadcasts = 0
+        self._relay: Callable[[Bytes, int], Relay] | None = None
         self.control: ControlChannel
         if memory is None:
-            self._between, self.overlaps = _duplicate(comm), True
-            units = self._nodes if share else range(self.size)
-            self._places, self._pieces = Places(self._nodes), agreed(comm)
-            self.control = MpiControl(comm, self._between, units, self._pieces)
-            if 1 < self.size <= DIRECT_RANKS:
-                self._direct = DirectMessages(self._between, self._places, self._pieces)
-            if share:
-                self.chain = make_chain(comm, self._between, self._places, self._pieces)
+            self._reach_other_nodes()
         else:
             self.control = SharedControl(self.rank, self.size, memory)
+
+    def _reach_other_nodes(self) -> None:
+        """Make what only ranks without memory of all in common need, and import it."""
+        from arraycomm._transports.mpi.chain import make_chain
+        from arraycomm._transports.mpi.control import MpiControl
+        from arraycomm._transports.mpi.direct import DirectMessages
+        from arraycomm._transports.mpi.pieces import agreed
+        from arraycomm._transports.mpi.routes import Places, Relay
+
+        comm, self.overlaps = self.mpi_comm, True
+        self._between = between = _duplicate(comm)
+        places, pieces = Places(self._nodes), agreed(comm)
+        units = self._nodes if self._share else range(self.size)
+        self.control = MpiControl(comm, between, units, pieces)
+        if 1 < self.size <= DIRECT_RANKS:
+            self._direct = DirectMessages(between, places, pieces)
+        if self._share:
+            self.chain = make_chain(comm, between, places, pieces)
+        broadcasts = count(1)
+        self._relay = lambda buffer, root: Relay(
+            between, root, places, buffer, pieces, next(broadcasts)
+        )
 
     def alltoall(self, send: Blocks, recv: Blocks) -> Handle:
         if self._direct is not None:
             return self._direct.alltoall(send, recv)
-        return Movement(self.mpi_comm.Ialltoallv, vector(send), vector(recv))
+        return Movement(self.mpi_comm.Ialltoallv, _vector(send), _vector(recv))
 
     def allgather(self, recv: Blocks) -> Handle:
         if self._direct is not None:
             return self._direct.allgather(recv)
-        return Movement(self.mpi_comm.Iallgatherv, MPI.IN_PLACE, vector(recv))
+        return Movement(self.mpi_comm.Iallgatherv, MPI.IN_PLACE, _vector(recv))
 
     def gather(self, send: Bytes, recv: Blocks | None, root: int) -> Handle:
-        into = recv and vector(recv)
+        into = recv and _vector(recv)
         return Movement(self.mpi_comm.Igatherv, [send, MPI.BYTE], into, root)
 
     def scatter(self, send: Blocks | None, recv: Bytes, root: int) -> Handle:
-        parts = send and vector(send)
+        parts = send and _vector(send)
         return Movement(self.mpi_comm.Iscatterv, parts, [recv, MPI.BYTE], root)
 
     def bcast(self, buffer: Bytes, root: int) -> Handle:
-        if self._between is not None:
-            self._broadcasts += 1
-            at = self._between, root, self._places
-            return Relay(*at, buffer, self._pieces, self._broadcasts)
+        if self._relay is not None:
+            return self._relay(buffer, root)
         return Movement(self.mpi_comm.Ibcast, [buffer, MPI.BYTE], root)
 
     def send(self, buffer: Bytes, dest: int, tag: int) -> Handle:
@@ -142,10 +161,10 @@ class MPITransport(Transport):
         rank, status = MPI.ANY_SOURCE if source is None else source, MPI.Status()
         try:
             come = self.mpi_comm.Iprobe(rank, tags[0] if len(tags) == 1 else MPI.ANY_TAG, status)
-            if come and status.tag == NOTES:
+            if come and status.tag == NOTES_TAG:
                 # Left unread between nodes by a communicator whose number this one has now; it
                 # would hide others. Its sender may be no rank here.
-                note = self.mpi_comm.Improbe(MPI.ANY_SOURCE, NOTES, status)
+                note = self.mpi_comm.Improbe(MPI.ANY_SOURCE, NOTES_TAG, status)
                 if note is not None:
                     note.Recv(bytearray(status.Get_count(MPI.BYTE)))
                 return None
@@ -221,3 +240,8 @@ def _look_around(comm: MPI.Intracomm) -> tuple[Sequence[int], Lives]:
     lives = find_lives(*tell_and_agree(here), here.rank, members)
     here.Free()
     return nodes, lives
+
+
+def _vector(blocks: Blocks) -> Any:
+    """Return blocks as MPI takes them."""
+    return [blocks.buffer, (blocks.counts, blocks.offsets), MPI.BYTE]
