@@ -23,7 +23,7 @@ from joblib.parallel import AutoBatchingMixin, ParallelBackendBase, SequentialBa
 
 import arraycomm as ac
 from arraycomm._arrays.typing import T
-from arraycomm._programs.outcomes import cloudpickle, outcome_of
+from arraycomm._jobs.process import cloudpickle, outcome_of
 
 __all__ = ["run"]
 

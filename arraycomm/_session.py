@@ -27,9 +27,8 @@ from arraycomm._launch.places import threads_for
 from arraycomm._protocol.waits import still_waiting
 from arraycomm._start import arguments as asked
 from arraycomm._start.arguments import Arguments, Default, default, seconds_of
-from arraycomm._start.choice import Start, choose_start, open_world
+from arraycomm._start.choice import Start, choose_start, open_world, refuse_other_ranks
 from arraycomm._start.opened import open_alone
-from arraycomm._start.others import refuse_other_ranks
 from arraycomm._start.over_mpi import mpi_transport
 from arraycomm._trace import environment
 from arraycomm._transports.notes import FAILED, GAVE_UP

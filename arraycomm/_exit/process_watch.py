@@ -20,7 +20,7 @@ from types import FrameType
 from typing import Final
 
 from arraycomm import _transports
-from arraycomm._launch.ancestors import Ancestor, find_launcher
+from arraycomm._launch import Ancestor, find_launcher
 from arraycomm._protocol.waits import clock
 from arraycomm._protocol.waits.still_waiting import say
 from arraycomm._transports.base import Handle

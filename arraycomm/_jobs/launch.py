@@ -25,10 +25,9 @@ from arraycomm._errors import PeerError, text_of
 from arraycomm._jobs.job import GRACE
 from arraycomm._jobs.launchers import without_launcher
 from arraycomm._jobs.output import Lines, Target, write_all
-from arraycomm._jobs.process import BEGUN, RAISED, RETURNED
+from arraycomm._jobs.process import BEGUN, RAISED, RETURNED, cloudpickle
 from arraycomm._launch import ADDRESS, NUMBER, RANK, claimed_by, launched
 from arraycomm._launch.places import threads_for
-from arraycomm._programs.outcomes import cloudpickle
 from arraycomm._protocol.waits.watchdog import checked_timeout
 from arraycomm._start.joining import SECRET
 

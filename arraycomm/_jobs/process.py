@@ -1,16 +1,19 @@
-"""The process of one rank that `launch` has started."""
+"""The process of one rank that `launch` has started, and what work in another process gave."""
 
 from __future__ import annotations
 
 import ctypes
+import importlib
 import os
 import pickle
 import signal
 import sys
+from collections.abc import Callable
 from mmap import ACCESS_READ, mmap
+from typing import Any
 
+from arraycomm._callsite import describe_exception
 from arraycomm._errors import CommTimeoutError, CommunicatorClosedError, PeerError
-from arraycomm._programs.outcomes import outcome_of
 from arraycomm._session import init
 
 # The first byte of an outcome, written last: what the function returned, or raised by itself, or
@@ -66,3 +69,34 @@ def _kind(error: BaseException) -> bytes:
             return CAUSED
         link = link.__cause__ or link.__context__
     return LATE if isinstance(error, CommTimeoutError) else RAISED
+
+
+def cloudpickle() -> Any:
+    """Return what pickles the functions of a program itself, None if it is not installed."""
+    # Before 1.6 joblib has a copy of its own.
+    for name in ("cloudpickle", "joblib.externals.cloudpickle"):
+        try:
+            return importlib.import_module(name)
+        except ImportError:
+            continue
+    return None
+
+
+def outcome_of(work: Callable[[], Any], where: str) -> tuple[bytes, BaseException | None]:
+    """Do some work; return the pickle of its result and its exception, and the latter.
+
+    A note of the exception says `where`, and has the traceback.
+    """
+    dumps = (cloudpickle() or pickle).dumps
+    try:
+        return dumps((work(), None)), None
+    except BaseException as error:
+        note = f"{where}:\n{describe_exception(error)}"
+        error.add_note(note)
+        try:
+            data: bytes = dumps((None, error))
+            pickle.loads(data)
+        except Exception:
+            # Exceptions of some classes cannot be pickled, or not be read again.
+            data = pickle.dumps((None, RuntimeError(note)))
+        return data, error

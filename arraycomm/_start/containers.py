@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from arraycomm._errors import BackendUnavailableError
-from arraycomm._launch import RANKS
-from arraycomm._launch.ancestors import find_launcher
+from arraycomm._launch import RANKS, find_launcher
 from arraycomm._launch.places import proc_is_own
 
 _HOSTS: Final = {"MPIR_CVAR_NOLOCAL": "1", "UCX_TLS": "^posix,sysv,cma"}

@@ -13,7 +13,7 @@ from typing import Any, Final
 from arraycomm import _launch
 from arraycomm._errors import CommTimeoutError, PeerError
 from arraycomm._exit.exit import mpi_function, take_over_the_end
-from arraycomm._launch.ancestors import find_launcher
+from arraycomm._launch import find_launcher
 from arraycomm._launch.library import refuse_foreign_launcher
 from arraycomm._protocol.mismatch import name_ranks
 from arraycomm._protocol.waits import clock

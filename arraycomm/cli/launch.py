@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -46,3 +47,10 @@ def launcher_for(
             file=sys.stderr,
         )
         return None
+
+
+def positive(text: str) -> int:
+    """Return the positive integer that a text says."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a positive integer; got {text!r}")
+    return int(text)

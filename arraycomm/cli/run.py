@@ -16,8 +16,7 @@ from arraycomm._jobs.job import GRACE, Ended, Program, run_job
 from arraycomm._jobs.output import say
 from arraycomm._launch import claimed_by, launched
 from arraycomm._launch.library import CHOSEN, MPIS, OPEN_MPI, path_of
-from arraycomm.cli.launch import NO_LAUNCHER, launcher_for
-from arraycomm.cli.numbers import positive
+from arraycomm.cli.launch import NO_LAUNCHER, launcher_for, positive
 
 _USAGE_ERROR: Final = 2
 # Options that are followed by a value.

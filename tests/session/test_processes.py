@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 
 from arraycomm import _launch
-from arraycomm._launch import ancestors
 from tests.session import children
 from tests.support.launched import Report
 from tests.support.launcher import (
@@ -127,10 +126,10 @@ def _lives(pid: int) -> bool:
 @pytest.mark.parametrize("visible", [True, False])
 def test_end_of_an_ancestor_is_seen(visible: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     child = subprocess.Popen(["sleep", "100"])
-    ancestor = ancestors._process(child.pid)
+    ancestor = _launch._process(child.pid)
     assert ancestor is not None
     if not visible:
-        monkeypatch.setattr(ancestors, "_process", lambda pid: None)
+        monkeypatch.setattr(_launch, "_process", lambda pid: None)
     assert ancestor.lives()
     # Its number has gone to another process.
     assert ancestor._replace(since="1").lives() == (not visible)

@@ -25,8 +25,7 @@ from arraycomm.cli.bench.results import (
     write,
 )
 from arraycomm.cli.bench.trees import TREES
-from arraycomm.cli.launch import launch
-from arraycomm.cli.numbers import positive
+from arraycomm.cli.launch import launch, positive
 
 _SIZES: Final = {
     "latency": (8, 64, 1 << 10, 16 << 10),

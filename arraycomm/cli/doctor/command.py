@@ -19,8 +19,7 @@ from arraycomm.cli.doctor.machine import about_machine, about_place
 from arraycomm.cli.doctor.mpi import about_launcher, about_mpi, about_started_mpi
 from arraycomm.cli.doctor.pairs import try_pairs
 from arraycomm.cli.doctor.report import as_text
-from arraycomm.cli.launch import launch
-from arraycomm.cli.numbers import positive
+from arraycomm.cli.launch import launch, positive
 
 # Seconds in which a rank is taken for one that does not answer.
 _TIMEOUT: Final = 60.0

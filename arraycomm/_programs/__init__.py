@@ -1,1 +1,0 @@
-"""What comes back from ranks that a function starts: see `arraycomm.launch`."""
