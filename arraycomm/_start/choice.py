@@ -166,8 +166,8 @@ def refuse_other_ranks(call: str, environment: Mapping[str, str]) -> None:
         f"{call}: {found.known}, but for arraycomm each process would be a world of its own; "
         f"before init, set {_launch.ADDRESS}, as in {EXAMPLE}, to the same on every process, "
         f"{_launch.NUMBER} to {found.size}, and {_launch.RANK} to {rank}; or start the program "
-        f"with: arraycomm run -n {found.size} …; or in place of init let torch use arraycomm: import "
-        "arraycomm.adapters.torch_distributed, and call "
+        f"with: arraycomm run -n {found.size} …; or in place of init let torch use arraycomm: "
+        "import arraycomm.adapters.torch_distributed, and call "
         "torch.distributed.init_process_group('arraycomm'); or call init(backend='self') for a "
         "world of this process alone"
     )

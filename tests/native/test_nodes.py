@@ -349,6 +349,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
         Prequest=_Null,
         Is_finalized=lambda: False,
         Exception=mpi_control.MPI.Exception,
+        ERR_REVOKED=mpi_control.MPI.ERR_REVOKED,
     )
     for module in (mpi_nodes, mpi_under_way, mpi_pieces):
         monkeypatch.setattr(module, "MPI", mpi)
