@@ -104,7 +104,7 @@ help:
 	@echo 'make dist    build and check what goes to a package index, into dist/'
 	@echo 'make release   what a release uploads, as far as this machine makes it, into dist/release/'
 	@echo 'make test-device    the tests that need a GPU, in the environment of PYTHON'
-	@echo 'make bench   time allreduce beside what else there is (BENCH_ARGS="latency --ranks 4")'
+	@echo 'make bench   time collectives beside mpi4py's (BENCH_ARGS="latency --ranks 4")'
 	@echo 'make bench-check BASE=commit    the benchmark of this checkout beside that of a commit, in turns'
 	@echo 'make clean   remove what was built; make distclean the environments too'
 

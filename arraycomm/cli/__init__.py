@@ -43,9 +43,7 @@ _COMMANDS: Final = {
         "arraycomm doctor --ranks 2",
     ),
     "bench": _Command(
-        "arraycomm.cli.bench.command",
-        "time collectives",
-        "arraycomm bench latency --sizes 8,1K --dtypes float32",
+        "arraycomm.cli.bench.command", "time collectives", "arraycomm bench latency --sizes 8,1K"
     ),
     "trace": _Command(
         "arraycomm.cli.trace.command",

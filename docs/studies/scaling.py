@@ -17,7 +17,7 @@ from arraycomm._reduce.chain import chunk_bytes, is_quicker, largest_chunk
 from arraycomm._reduce.chunks import overlapping_chunk
 from arraycomm._transports.base import DIRECT_RANKS
 from arraycomm._transports.control import PAYLOAD, message_slot
-from arraycomm.cli.bench.tables import number_text
+from arraycomm.cli.bench.results import number_text
 from docs.studies.tables import Table, as_markdown
 
 STUDY: Final = Path(__file__).parent

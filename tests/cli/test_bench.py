@@ -6,9 +6,9 @@ import argparse
 import importlib
 import json
 import re
-import sys
 import time
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,13 +17,18 @@ import numpy as np
 import pytest
 
 from arraycomm.cli import main
-from arraycomm.cli.bench import calls, cases, results
 from arraycomm.cli.bench import command as bench
-from arraycomm.cli.bench import device as bench_device
-from arraycomm.cli.bench.cases import Case, Field, pattern
+from arraycomm.cli.bench import results
 from arraycomm.cli.bench.results import Entry
+from arraycomm.cli.bench.rows import Row
 from arraycomm.cli.bench.timing import measure, plan, ratio, rotated
 from tests.support.launcher import needs_mpiexec, run_python
+
+CALLS = (
+    *("barrier", "bcast", "allreduce", "reduce", "scan", "allgather", "gather", "alltoall"),
+    *("reduce_scatter", "scatter", "sendrecv", "isend and irecv", "send, and recv back"),
+    *("iallreduce and wait", "allreduce_tree, two leaves", "bcast_object"),
+)
 
 
 def parse(*words: str) -> argparse.Namespace:
@@ -33,10 +38,9 @@ def parse(*words: str) -> argparse.Namespace:
 
 
 class Alone:
-    """A meeting of one rank, which is its own MPI."""
+    """One rank, which is its own MPI."""
 
     rank, size = 0, 1
-    place, clear = Field.place, Field.clear
 
     def __init__(self) -> None:
         self.barriers = 0
@@ -74,7 +78,7 @@ def test_the_slowest_rank_counts() -> None:
         def slowest(self, seconds: Sequence[float]) -> list[float]:
             return [7.0] * len(seconds)
 
-    _, samples = measure([lambda: None], repetitions=3, seconds=1e-3, meeting=Slow())
+    _, samples = measure([lambda: None], repetitions=3, seconds=1e-3, ranks=Slow())
     assert samples == [[7.0] * 3]
 
 
@@ -105,71 +109,49 @@ def test_the_end_of_what_calls_have_begun_is_waited_for_and_counts() -> None:
 # Verification
 
 
-def entry_of(answer: Any, shapes: Any = ((16,),)) -> Entry:
-    field: Any = Alone()
-    case = Case("float32", shapes, field)
+def entry_of(answer: Any, expected: Any, ranks: Any = None) -> Entry:
+    """Return the entry of a call, where mpi4py's leaves `expected`."""
+    row = Row("calls", "", 64, other=list, gets=expected, fresh=answer)
     return results.enter(
-        field, case, "mpi4py", "numpy", lambda *_: (list, lambda: answer(case.x[:]))
+        ranks or Alone(), "fresh", "numpy", row.contenders["fresh"], lambda: row.verify("fresh")
     )
 
 
 @pytest.mark.parametrize(
     ("answer", "status", "reason"),
     [
-        (lambda x: [np.where(np.arange(16) == 5, 9, *x).astype("f4")], "wrong", "1 of 16"),
-        (lambda x: [x[0].astype(np.float64)], "wrong", "the result is float64"),
-        (lambda x: [x[0][:3]], "wrong", "(3,)"),
-        (lambda x: [x[0] * np.float32("nan")], "wrong", "are wrong"),
+        (lambda x: np.where(x == 5, 9, x), "wrong", "the result is"),
+        (lambda x: x[:3], "wrong", "the result is"),
+        (lambda x: x * float("nan"), "wrong", "nan"),
         (lambda x: 1 / 0, "error", "ZeroDivisionError: division by zero"),
     ],
-    ids=["one number", "other dtype", "other shape", "NaN", "none"],
+    ids=["one number", "other shape", "NaN", "none"],
 )
-def test_a_wrong_answer_is_reported_and_not_timed(answer: Any, status: str, reason: str) -> None:
-    right, entry = entry_of(lambda x: x), entry_of(answer)
+@pytest.mark.parametrize("holds", [lambda x: x, lambda x: {"a": x}, lambda x: [x, x]])
+def test_a_wrong_answer_is_reported_and_not_timed(
+    answer: Any, status: str, reason: str, holds: Any
+) -> None:
+    x = np.arange(16.0)
+    right = entry_of(lambda: holds(x.copy()), holds(x))
+    entry = entry_of(lambda: holds(answer(x)), holds(x))
     assert (right.status, right.reason) == ("ok", "")
     assert right.call is not None
     assert entry.status == status
+    assert entry.reason.startswith("rank 0: ")
     assert reason in entry.reason
     assert entry.call is None
 
 
-def test_of_a_tree_the_wrong_leaf_is_named() -> None:
-    leaves = [(3,), (2, 2), ()]
-    assert entry_of(lambda x: x, leaves).status == "ok"
-    wrong = entry_of(lambda x: [x[0], x[1] + np.eye(2, dtype="f4"), x[2]], leaves)
-    assert wrong.reason.startswith("rank 0: leaf 1: 2 of 4 elements are wrong")
-    assert entry_of(lambda x: x[:2], leaves).status == "error"
-
-
-def test_what_the_last_contender_left_behind_does_not_count_as_an_answer() -> None:
-    field: Any = Alone()
-    case = Case("float32", [(16,)], field)
-    case.y[0][...] = case.expected(0)
-    entry = results.enter(field, case, "out", "numpy", lambda *_: (list, lambda: case.y))
-    assert entry.status == "wrong"
-
-
-@pytest.mark.parametrize("dtype", ["uint8", "float8_e4m3fn", "complex64"])
-def test_the_expected_sum_is_exact(dtype: str) -> None:
-    field: Any = SimpleNamespace(rank=1, size=4)
-    case = Case(dtype, [(60,), (4, 15)], field)
-    patterns = [pattern(rank, 60) for rank in range(4)]
-    total = np.sum([each.astype(np.int64) for each in patterns], axis=0)
-    np.testing.assert_array_equal(case.expected(0).astype(np.complex128).real, total)
-    np.testing.assert_array_equal(case.expected(1).astype(np.complex128).real.flat, total + 4)
-    assert len({each.tobytes() for each in patterns}) == 4
-
-
 def line_of(status: str = "ok", nbytes: int = 8) -> dict[str, Any]:
-    field: Any = Alone()
-    case = Case("float32", [(nbytes // 4,)], field)
+    row: Any = SimpleNamespace(nbytes=nbytes, dtype_name="float32")
+    alone: Any = Alone()
     entries = [Entry("out", "numpy"), Entry("mpi4py", "numpy")]
     for entry in entries:
         entry.call = list
     entries[1].status, entries[1].reason = status, "its reason"
     if status != "ok":
         entries[1].call = None
-    line = results.measured(field, case, "latency", entries, repetitions=3, seconds=1e-3)
+    line = results.measured(alone, row, "latency", entries, repetitions=3, seconds=1e-3)
     line["contenders"][0].update(median=3e-6, ratios={"mpi4py": 1.5})
     if status == "ok":
         line["contenders"][1].update(median=2e-6)
@@ -213,17 +195,20 @@ def test_a_line_has_a_ratio_of_arraycomm_to_each_reference() -> None:
 @pytest.mark.parametrize(
     "words",
     [
-        ("--dtypes", "bool"),
-        ("--frameworks", "abacus"),
-        ("--only", "nobody"),
-        ("--device", "tpu"),
+        ("--dtypes", "float32"),
+        ("--frameworks", "torch"),
+        ("--only", "gloo"),
+        ("--device", "cuda"),
         ("speed",),
         ("--compare", "nowhere.json", "nowhere.json"),
     ],
 )
-def test_wrong_arguments_are_refused(words: tuple[str, ...]) -> None:
+def test_wrong_arguments_are_refused(
+    words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
         parse(*words)
+    assert ("was removed" in capsys.readouterr().err) == (words[0] in bench.REMOVED)
 
 
 def test_sizes_and_modes_say_what_is_measured() -> None:
@@ -274,83 +259,31 @@ def test_two_runs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "nothing in common" in capsys.readouterr().err
 
 
-# Devices
-
-
-def test_what_devices_do_not_have_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_device.device, "missing", lambda: None)
-    assert bench_device.refusal(("cupy",), "latency") == ""
-    said = bench_device.refusal(("numpy",), None)
-    assert "the frameworks are cupy, torch; got numpy" in said
-    assert "on the host only" in bench_device.refusal((), "trees")
-    for has_cuda in (False, True):
-        cuda = SimpleNamespace(is_available=lambda has=has_cuda: has)
-        torch: Any = SimpleNamespace(__version__="2.13.0+cpu", cuda=cuda)
-        monkeypatch.setitem(sys.modules, "torch", torch)
-        said = bench_device.refusal(("torch",), None)
-        assert said == "" if has_cuda else "this PyTorch (2.13.0+cpu) has no CUDA" in said
-    # CuPy is of devices alone.
-    monkeypatch.setattr(bench, "installed", lambda name: True)
-    monkeypatch.setattr(cases, "installed", lambda name: True)
-    assert "pass --device cuda" in bench.refusal(parse("--frameworks", "cupy"))
-    assert bench.refusal(parse("--frameworks", "numpy")) == ""
-
-
-@pytest.mark.skipif(bench_device.device.missing() is None, reason="a device is here")
-def test_the_command_ends_with_a_message_where_there_is_no_device(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert main(["bench", "--device", "cuda"]) == 1
-    assert capsys.readouterr().err.startswith("arraycomm bench: --device cuda: ")
-
-
 # The command
 
 
-TINY = ("--sizes", "8,64K", "--repeats", "2", "--seconds", "0.01")
+TINY = ("--repeats", "2", "--seconds", "0.01")
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What the command gives where it launches its ranks itself."""
+@needs_mpiexec
+def test_the_command_launches_its_ranks_and_stores_what_it_prints(tmp_path: Path) -> None:
     pytest.importorskip("mpi4py")
-    directory = tmp_path_factory.mktemp("bench")
-    command = ["-m", "arraycomm", "bench", *TINY, "--dtypes", "float32,bfloat16"]
-    done = run_python(*command, "--json", "results.json", cwd=directory)
+    words = ["-m", "arraycomm", "bench", "bandwidth", "--sizes", "64K,1K", *TINY]
+    done = run_python(*words, "--json", "results.json", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    loaded: dict[str, Any] = json.loads((directory / "results.json").read_text("utf-8"))
-    return {**loaded, "printed": done.stdout}
-
-
-@needs_mpiexec
-def test_each_line_is_printed_once(found: dict[str, Any]) -> None:
-    heads = re.findall(r"^(\d+ \S+) of (\w+)$", found["printed"], re.MULTILINE)
-    dtypes = ("float32", "bfloat16")
-    assert heads == [(size, dtype) for size in ("8 B", "64 KB") for dtype in dtypes]
-    for line in found["lines"]:
-        assert found["printed"].count(results.as_text(line)) == 1
-
-
-@needs_mpiexec
-def test_the_results_say_what_was_measured_where(found: dict[str, Any]) -> None:
+    found = json.loads((tmp_path / "results.json").read_text("utf-8"))
     assert (found["format"], found["ranks"]) == (results.FORMAT, 2)
     assert found["mpi"]
     assert found["machine"]["cores"] >= 1
     assert {"python", "arraycomm", "numpy", "mpi4py"} <= found["versions"].keys()
     assert found["command"][:3] == ["mpiexec", "-n", "2"]
-
-
-@needs_mpiexec
-def test_every_contender_gives_the_right_result_or_says_that_it_cannot(
-    found: dict[str, Any],
-) -> None:
-    measured = [(line["mode"], line["nbytes"]) for line in found["lines"]]
-    assert measured == [("latency", 8)] * 2 + [("bandwidth", 64 << 10)] * 2
+    heads = re.findall(r"^(\d+ \S+) of (\w+)$", done.stdout, re.MULTILINE)
+    assert heads == [("64 KB", "float32"), ("1 KB", "float32")]
     for line in found["lines"]:
+        assert done.stdout.count(results.as_text(line)) == 1
         for entry in line["contenders"]:
-            unable = (entry["key"], line["dtype"]) == ("mpi4py", "bfloat16")
-            assert entry["status"] == ("unsupported" if unable else "ok"), entry
-            assert len(entry.get("samples", ())) == (0 if unable else line["repetitions"])
+            assert entry["status"] == "ok", entry
+            assert len(entry["samples"]) == line["repetitions"]
 
 
 @needs_mpiexec
@@ -358,39 +291,47 @@ def test_trees_are_reduced_in_every_way(tmp_path: Path) -> None:
     program = (
         "import sys\n"
         "from arraycomm.cli import main\n"
-        "from arraycomm.cli.bench.trees import TREES\n"
+        "from arraycomm.cli.bench.rows import TREES\n"
         "TREES.clear()\n"
         "TREES['small'] = ((3,), (2, 2), ())\n"
         "sys.exit(main(['bench', 'trees', *sys.argv[1:]]))\n"
     )
     file = tmp_path / "trees.json"
-    done = run_python("-c", program, *TINY[2:], "--json", str(file), ranks=2)
+    done = run_python("-c", program, *TINY, "--json", str(file), ranks=2)
     assert done.returncode == 0, done.stdout + done.stderr
     (line,) = json.loads(file.read_text("utf-8"))["lines"]
     assert (line["tree"], line["nbytes"]) == ("small", 32)
-    entries = [(entry["framework"], entry["key"]) for entry in line["contenders"]]
-    assert entries[:3] == [("numpy", "plan"), ("numpy", "tree"), ("numpy", "mpi4py")]
+    assert [entry["key"] for entry in line["contenders"]] == ["plan", "tree", "mpi4py"]
     assert {entry["status"] for entry in line["contenders"]} == {"ok"}, line
 
 
 @needs_mpiexec
 def test_each_call_gives_what_mpi4py_gives(tmp_path: Path) -> None:
     file = tmp_path / "calls.json"
-    words = ("bench", "latency", "--sizes", "8,4K", *TINY[2:], "--frameworks", "numpy")
+    words = ("bench", "latency", "--sizes", "8,4K", *TINY)
     done = run_python("-m", "arraycomm", *words, "--json", str(file), ranks=3)
     assert done.returncode == 0, done.stdout + done.stderr
-    lines = [line for line in json.loads(file.read_text("utf-8"))["lines"] if "call" in line]
-    assert len(lines) == 32
+    lines = json.loads(file.read_text("utf-8"))["lines"]
+    torch = find_spec("torch") is not None
+    assert [line["call"] for line in lines] == 2 * [*CALLS, *["allreduce of torch tensors"] * torch]
     for line in lines:
         entries = [(entry["key"], entry["status"]) for entry in line["contenders"]]
         assert entries == [("fresh", "ok"), ("mpi4py", "ok")], line
-    right = np.arange(3.0)
-    row = calls.Row("bcast", 24, lambda: {"a": right[::-1]}, list, {"a": right})
-    field: Any = Alone()
-    entries_of = {
-        key: results.enter(field, row, key, "numpy", row.way(key)) for key in ("fresh", "mpi4py")
-    }
-    assert [entry.status for entry in entries_of.values()] == ["wrong", "ok"]
+
+
+@needs_mpiexec
+def test_other_arrays_are_measured_from_a_checkout(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    file = tmp_path / "arrays.json"
+    words = ("--dtypes", "bfloat16", "--frameworks", "numpy,torch,jax", "--sizes", "8", *TINY)
+    study = ("-m", "docs.studies.benchmarks.arrays", "latency")
+    done = run_python(*study, *words, "--json", str(file), ranks=2)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (line,) = json.loads(file.read_text("utf-8"))["lines"]
+    found = {(e["framework"], e["key"]): e["status"] for e in line["contenders"]}
+    assert found.pop(("numpy", "mpi4py")) == found.pop(("torch", "mpi4py")) == "unsupported"
+    assert ("torch", "gloo") in found
+    assert set(found.values()) == {"ok"}, line
 
 
 def test_pages_and_charts_are_what_the_figures_give() -> None:

@@ -70,6 +70,10 @@ def test_the_help_of_a_command_fits_a_terminal_and_ends_with_an_example(
             ["demo", "--ranks", "3"],
             "arraycomm: demo was removed; clone the repository, and run `make",
         ),
+        (
+            ["bench", "--device", "cuda"],
+            "--device was removed; clone the repository, and run `array",
+        ),
         (["bench", "--fast"], "arraycomm bench: unrecognized arguments: --fast"),
         (["bench", "--ranks", "x"], "must be a positive integer; got 'x'; see: arraycomm bench"),
         (["bench", "--repeats", "0"], "must be a positive integer; got '0'; see: arraycomm bench"),

@@ -10,9 +10,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from arraycomm.cli.bench.cases import REFERENCES
-from arraycomm.cli.bench.results import name_of
-from arraycomm.cli.bench.tables import aligned, number_text, ratio_text
+from arraycomm.cli.bench.results import REFERENCES, aligned, name_of, number_text, ratio_text
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

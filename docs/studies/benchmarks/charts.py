@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Final
 
-from arraycomm.cli.bench.results import Line
-from arraycomm.cli.bench.tables import size_text
+from arraycomm.cli.bench.results import Line, size_text
 from arraycomm.cli.bench.timing import ratio
 from docs.studies.benchmarks.claims import CLAIMS, Claim, Entry
 from docs.studies.benchmarks.report import find

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from arraycomm.cli.bench.results import Line
-from arraycomm.cli.bench.trees import TREES, nbytes_of
+from arraycomm.cli.bench.rows import TREES, nbytes_of
 
 Entry = tuple[str, str]  # framework and contender
 

@@ -8,9 +8,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
-from arraycomm.cli.bench import calls
-from arraycomm.cli.bench.results import Line
-from arraycomm.cli.bench.tables import ratio_text, size_text
+from arraycomm.cli.bench.results import OTHER, OWN, Line, ratio_text, size_text
 from arraycomm.cli.bench.timing import ratio
 from docs.studies.benchmarks import charts
 from docs.studies.benchmarks.claims import CLAIMS, Claim
@@ -44,14 +42,20 @@ What is gained by moving fewer bytes depends on the machine, above all for large
 ## On your machine
 
 ```console
-$ arraycomm bench                          # on two ranks
-$ arraycomm bench latency --sizes 8,1024 --dtypes float32 --frameworks torch
+$ arraycomm bench                          # on two ranks: each call, large arrays, trees
+$ arraycomm bench latency --sizes 8,1024
 $ arraycomm bench --ranks 4 --json figures.json
-$ arraycomm bench --device cuda            # arrays on GPUs, beside NCCL called by CuPy and PyTorch
 $ arraycomm bench --compare old.json new.json --at-most 1.1   # fails if anything takes longer
 ```
 
-It starts its ranks by itself; under `mpiexec` it has those. It prints each result as soon as it has been measured, and beside it the ratio to what other libraries take.
+It starts its ranks by itself; under `mpiexec` it has those. It prints each result as soon as it has been measured, and beside it the ratio to what mpi4py takes.
+
+Other dtypes, torch's and JAX's arrays, gloo, and arrays on GPUs beside NCCL called by CuPy and PyTorch are measured from a checkout:
+
+```console
+$ arraycomm run -n 2 -m docs.studies.benchmarks.arrays latency --sizes 8,1024 --dtypes bfloat16 --frameworks torch
+$ arraycomm run -n 2 -m docs.studies.benchmarks.arrays --device cuda
+```
 
 `make bench-check BASE=commit` runs the benchmark of a checkout and of a commit in turns, and fails if anything takes more than 1.1 times as long as there.
 
@@ -304,9 +308,8 @@ def _each_call(figures: dict[str, dict[str, Any]], runs: list[Run]) -> str:
     for run in runs:
         for line in figures[run.name]["lines"]:
             if line["mode"] == "calls" and run.ranks == 2:
-                own, other = (find(line, "numpy", key) for key in (calls.OWN, calls.OTHER))
-                assert own
-                assert other
+                entries = {entry["key"]: entry for entry in line["contenders"]}
+                own, other = entries[OWN], entries[OTHER]
                 found = ratio(own["samples"], other["samples"])
                 title = f"{run.title.partition(',')[0]}, {size_text(line['nbytes'])}"
                 column = columns.setdefault(title, {})

@@ -7,7 +7,7 @@ from functools import partial
 from importlib import import_module
 from typing import Any, Final
 
-from arraycomm.cli.bench.cases import Calls, Case, Field, UnsupportedError, as_numpy
+from docs.studies.benchmarks.cases import Calls, Case, Field, UnsupportedError, as_numpy
 
 SIZES: Final = (8, 1 << 20, 16 << 20)
 

@@ -57,12 +57,14 @@ def take(run: Run, seconds: str) -> bool:
         print(f"{run.title}: there is no {run.environment}; its figures stay", file=sys.stderr)
         return True
     print(f"{run.title} …", file=sys.stderr)
-    command = [str(python), "-m", "arraycomm", "bench", "--ranks", str(run.ranks), *run.arguments]
-    command += ["--seconds", seconds, "--json", str(figures_of(run))]
+    command = [str(python), "-m", "arraycomm", "run", "-n", str(run.ranks)]
+    command += ["-m", "docs.studies.benchmarks.arrays", *run.arguments, "--seconds", seconds]
+    command += ["--json", str(figures_of(run))]
     # Open MPI refuses to work for root unless it is told twice.
     root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    threads = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        command, cwd=ROOT, env=os.environ | root, stdout=subprocess.DEVNULL, check=False
+        command, cwd=ROOT, env=os.environ | root | threads, stdout=subprocess.DEVNULL, check=False
     )
     return done.returncode == 0
 

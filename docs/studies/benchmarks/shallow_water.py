@@ -14,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 
 from arraycomm._arrays.buffer import Array
-from arraycomm.cli.bench.cases import Calls, Field, as_numpy
+from docs.studies.benchmarks.cases import Calls, Field, as_numpy
 from docs.studies.benchmarks.programs import import_mpi4jax
 
 STEPS: Final = 10

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import arraycomm
-from arraycomm.cli.bench.cases import Case, Field
-from arraycomm.cli.bench.results import Line, about, as_text, enter, heading, measured, write
-from arraycomm.cli.bench.tables import size_text
+from arraycomm.cli.bench.results import Line, about, as_text, heading, measured, size_text, write
 from docs.studies.benchmarks import programs, shallow_water, training
+from docs.studies.benchmarks.cases import Case, Field, enter
 
 
 def _cases(mode: str, field: Field) -> Iterator[tuple[str, Any, Any]]:

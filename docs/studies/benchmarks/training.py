@@ -11,7 +11,7 @@ import numpy as np
 
 import arraycomm
 from arraycomm._arrays.buffer import Array
-from arraycomm.cli.bench.cases import Calls, Field
+from docs.studies.benchmarks.cases import Calls, Field
 
 _FLOAT: Final = np.dtype(np.float32)
 _RATE: Final = 0.01

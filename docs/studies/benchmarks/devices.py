@@ -13,7 +13,7 @@ from arraycomm._arrays.buffer import Array
 from arraycomm._cuda import device, libnccl
 from arraycomm._cuda.nccl_link import let_share, lets_share, refuse_sharing
 from arraycomm._dtypes import BY_DTYPE
-from arraycomm.cli.bench.cases import (
+from docs.studies.benchmarks.cases import (
     Calls,
     Case,
     Field,

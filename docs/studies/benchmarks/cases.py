@@ -1,4 +1,4 @@
-"""What the benchmark sums over ranks, and the ways of summing it: arraycomm's own, and others'."""
+"""Arrays of any dtype and framework to sum over ranks, and the ways of summing them: arraycomm's own, and others'."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from itertools import starmap
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import Any, ClassVar, Final
 
 import numpy as np
 
@@ -21,24 +21,11 @@ import arraycomm
 from arraycomm import Communicator
 from arraycomm._arrays.buffer import Array
 from arraycomm._dtypes import BY_NAME, DType
+from arraycomm.cli.bench import results
+from arraycomm.cli.bench.results import Entry
+from arraycomm.cli.bench.rows import pattern
+from arraycomm.cli.bench.timing import Ranks
 
-if TYPE_CHECKING:
-    from mpi4py import MPI
-
-TITLES: Final = {
-    "out": "arraycomm, out=",
-    "fresh": "arraycomm",
-    "unchecked": "arraycomm, check=False",
-    "plan": "arraycomm, plan(tree)",
-    "tree": "arraycomm, allreduce_tree",
-    "mpi4py": "mpi4py",
-    "gloo": "gloo",
-    "nccl": "CuPy's NCCL",
-    "torch-nccl": "torch's NCCL",
-    "copy": "copy on the device",
-}
-# What arraycomm is compared with, also in the studies; all other contenders are arraycomm itself.
-REFERENCES: Final = ("mpi4py", "gloo", "ddp", "nccl", "torch-nccl", "copy", "mpi4jax")
 FRAMEWORKS: Final = ("numpy", "torch", "jax")
 _GLOO_DTYPES: Final = frozenset(
     ("float16", "bfloat16", "float32", "float64", "int8", "uint8", "int32", "int64")
@@ -56,7 +43,7 @@ Calls = tuple[Callable[[], Any], Callable[[], Any]]
 Way = Callable[[Any, Any, str], Calls]
 
 
-class Field:
+class Field(Ranks):
     """The ranks and their communicators, each made once, on first use.
 
     Making one is collective, so every rank has to use them in the same order.
@@ -66,12 +53,10 @@ class Field:
     ways: ClassVar[Mapping[str, Way]]
 
     def __init__(self, comm: Communicator) -> None:
-        self.comm = comm
-        self.rank, self.size = comm.rank, comm.size
-        self.mpi: MPI.Intracomm = comm.mpi_comm.Dup()
+        super().__init__(comm)
         # What releases everything, the last made first.
         self._ends = ExitStack()
-        self._ends.callback(self.mpi.Free)
+        self._ends.callback(super().close)
         # By name, and why a rank has none.
         self._started: dict[str, tuple[Any, str]] = {}
 
@@ -136,18 +121,6 @@ class Field:
     def about(self) -> dict[str, Any]:
         """Return what the results say of the devices; nothing if arrays are in host memory."""
         return {}
-
-    def barrier(self) -> None:
-        """Wait for all ranks."""
-        self.mpi.Barrier()
-
-    def finish(self) -> None:
-        """Wait for the work that calls have started; host calls are complete when they return."""
-
-    def slowest(self, seconds: Sequence[float]) -> list[float]:
-        """Return, element by element, the largest of all ranks' numbers."""
-        rows = self.mpi.allgather(list(seconds))
-        return [max(column) for column in zip(*rows, strict=True)]
 
     def close(self) -> None:
         """Release everything; collective."""
@@ -218,10 +191,13 @@ class Case:
         return exact
 
 
-def pattern(rank: int, count: int) -> Array:
-    """Return small integers that differ between ranks, and whose sums are exact in every dtype."""
-    values: Array = (np.arange(count, dtype=np.uint32) // (rank + 1) % 3).astype(np.uint8)
-    return values
+def enter(field: Field, case: Any, key: str, framework: str, way: Way | None = None) -> Entry:
+    """Return a contender, which takes part if its result is right on every rank; collective."""
+    try:
+        call, answer = (way or field.ways[key])(field, case, framework)
+    except UnsupportedError as error:
+        return Entry(key, framework, status="unsupported", reason=str(error))
+    return results.enter(field, key, framework, call, partial(case.verify, framework, answer))
 
 
 def installed(framework: str) -> bool:
