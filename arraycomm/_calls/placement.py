@@ -59,6 +59,11 @@ class HostPlacement:
         # Up to how many bytes travel with the header; -1 if none do, not even of an empty array.
         self.inline_bytes = group.inline_bytes
 
+    @property
+    def of_device(self) -> Any:
+        """This placement, if what it moves is memory of a device; else None."""
+        return None
+
     def view(self, x: Any, name: str = "x") -> BufferView:
         """Look at an array."""
         return view(x, name)

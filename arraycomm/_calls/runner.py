@@ -14,7 +14,7 @@ from typing import Any, Final, ParamSpec, Protocol
 
 from arraycomm._calls.fast_paths import FastPaths
 from arraycomm._calls.operation import Context, Operation
-from arraycomm._calls.placement import HostPlacement, Placements, StagedTreePlacement
+from arraycomm._calls.placement import HostPlacement, Placements
 from arraycomm._calls.requests import Ended, Request, noting
 from arraycomm._calls.statistics import Statistics
 from arraycomm._callsite import call_site, describe_raise, find_call_site, trim
@@ -258,7 +258,7 @@ class Runner:
                 with placement.here():
                     other = placements.of_mixed_tree(agreement)
                     operation = prepare(other)
-                if isinstance(other, StagedTreePlacement):
+                if other.of_device is None:
                     # All ranks see that, and show their trees once more as host memory.
                     return (yield from self._steps(operation, prepare, site))
             elif placement.host and not placement.tree:

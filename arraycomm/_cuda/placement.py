@@ -147,6 +147,10 @@ class DevicePlacement(HostPlacement):
         self._stream = stream
         self._views: list[BufferView] = []
 
+    @property
+    def of_device(self) -> DevicePlacement:
+        return self
+
     def view(self, x: Any, name: str = "x") -> BufferView:
         if not arrays.on_cuda(x):
             return self._view_of_host(view(x, name))

@@ -9,7 +9,6 @@ from arraycomm._arrays.typing import TreeT
 from arraycomm._calls.operation import Context, Operation
 from arraycomm._calls.requests import ProcessBound
 from arraycomm._calls.runner import Runner
-from arraycomm._cuda.placement import DevicePlacement
 from arraycomm._dtypes import check_op, name_of
 from arraycomm._entries import entry
 from arraycomm._protocol.agreement import Agreement
@@ -207,7 +206,7 @@ class RunPlan(TreeReduction):
         self.fusion, self._present = plan.fusion, plan.present
         self._parts: Parts | None = None
         self._leaves: Leaves | None = None
-        on_host = not isinstance(self.placement, DevicePlacement)
+        on_host = self.placement.of_device is None
         self._held = plan.hold(flat.leaves) if on_host else None
         self._sources = self._held or self._views(on_host=on_host)
         self._packed = self.fusion.acquire()

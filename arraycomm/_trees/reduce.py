@@ -23,7 +23,6 @@ from arraycomm._calls.refusals import announced, check_taken
 from arraycomm._calls.runner import OperationClass, Runner
 from arraycomm._calls.statistics import Count
 from arraycomm._collectives.fast_path import Call, Exchanged, Form, Step, call
-from arraycomm._cuda.placement import DevicePlacement
 from arraycomm._dtypes import DType, Kind, check_op, kind_of
 from arraycomm._folds import fold, total_dtype
 from arraycomm._protocol.agreement import Agreement
@@ -298,10 +297,10 @@ def reduce_on_device(
     placement: HostPlacement, parts: Parts | None, op: str, bucket_bytes: int
 ) -> Steps:
     """Return the results of the leaves that are on a device, by their numbers."""
-    if parts is None or not parts.on_device or not isinstance(placement, DevicePlacement):
+    if parts is None or not parts.on_device:
         return {}
     there = [leaf for index in parts.on_device if (leaf := parts.views[index]) is not None]
-    reduced = yield from device_leaves.reduce(placement, there, op, bucket_bytes)
+    reduced = yield from device_leaves.reduce(placement.of_device, there, op, bucket_bytes)
     return dict(zip(parts.on_device, reduced, strict=True))
 
 
