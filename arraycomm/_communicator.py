@@ -13,7 +13,7 @@ from arraycomm._calls.custom_ops import Op
 from arraycomm._calls.pickles import Pickled
 from arraycomm._calls.runner import Runner
 from arraycomm._callsite import trim
-from arraycomm._collectives import fast_path, groups
+from arraycomm._collectives import groups
 from arraycomm._collectives.grid import GridCalls, Layout, MakeGrid, layout_of
 from arraycomm._collectives.groups import Barrier
 from arraycomm._collectives.located import Maxloc, Minloc
@@ -27,6 +27,7 @@ from arraycomm._entries import entries, entry, hide_from_torch, refuse_removed
 from arraycomm._exit.exit import leave_by_error, replace_root
 from arraycomm._messages.calls import MessageCalls
 from arraycomm._messages.messages import Messenger
+from arraycomm._prepared import fast_path
 from arraycomm._protocol.group import Group
 from arraycomm._start.arguments import Arguments
 from arraycomm._start.over_mpi import open_over_mpi

@@ -181,7 +181,7 @@ class Placements:
         """Where this rank makes arrays when no argument tells it."""
         return "cpu"
 
-    # Calls that are prepared; see `_calls/fast_paths.py`.
+    # Calls that are prepared; see `_prepared/fast_paths.py`.
 
     def prepare(self, name: str, op: str, x: Any) -> Any:
         """Return what puts calls with arrays like `x` on a device; None if nothing does.

@@ -12,13 +12,13 @@ from collections.abc import Callable, Generator
 from functools import lru_cache
 from typing import Any, Final, ParamSpec, Protocol
 
-from arraycomm._calls.fast_paths import FastPaths
 from arraycomm._calls.operation import Context, Operation
 from arraycomm._calls.placement import HostPlacement, Placements
 from arraycomm._calls.requests import Ended, Request, noting
 from arraycomm._calls.statistics import Statistics
 from arraycomm._callsite import call_site, describe_raise, find_call_site, trim
 from arraycomm._errors import name_operation
+from arraycomm._prepared.fast_paths import FastPaths
 from arraycomm._protocol.agreement import Agreement, UndeliveredError, agree, fail_in_step
 from arraycomm._protocol.engine import Engine
 from arraycomm._protocol.group import Group

@@ -1,1 +1,1 @@
-"""The collectives: one class for each, over any link; and the fast path of a repeated reduction."""
+"""The collectives: one class for each, over any link."""

@@ -9,13 +9,13 @@ from arraycomm._arrays.typing import ArrayT, OpName, ReceivedT
 from arraycomm._calls.custom_ops import Op
 from arraycomm._calls.requests import ProcessBound, Request
 from arraycomm._calls.runner import Runner
-from arraycomm._collectives.fast_path import start
 from arraycomm._collectives.groups import Barrier
 from arraycomm._collectives.movements import Allgather, Alltoall, Bcast, Gather, Scatter
 from arraycomm._collectives.reductions import Allreduce, Reduce, ReduceScatter
 from arraycomm._collectives.scans import Exscan, Scan
 from arraycomm._collectives.uneven import Allgatherv, Alltoallv, Gatherv, Scatterv
 from arraycomm._entries import entries
+from arraycomm._prepared.fast_path import start
 
 
 # The runner trims errors itself.

@@ -1,4 +1,4 @@
-"""The fast paths of messages (see `_calls/fast_paths.py`) of few elements, in NumPy arrays.
+"""The fast paths of messages (see `_prepared/fast_paths.py`) of few elements, in NumPy arrays.
 
 A send is prepared for its rank, tag, dtype and shape; a receive for its rank and tag, and for an
 array like the one that came last. They send and take the envelopes of full calls, whatever the
@@ -13,11 +13,11 @@ from typing import Any, Final, Protocol
 import numpy as np
 
 from arraycomm._arrays.buffer import Array
-from arraycomm._calls.fast_paths import FastPath
 from arraycomm._calls.statistics import Statistics
 from arraycomm._callsite import call_site
 from arraycomm._messages import envelopes
 from arraycomm._messages.matching import Matcher, Status
+from arraycomm._prepared.fast_paths import FastPath
 from arraycomm._protocol.agreement import UndeliveredError
 from arraycomm._protocol.group import Group
 from arraycomm._protocol.waits.deadlock import MANY, Wait

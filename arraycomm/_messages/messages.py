@@ -17,7 +17,6 @@ import numpy as np
 from arraycomm._arrays.buffer import BufferView
 from arraycomm._arrays.views import view
 from arraycomm._calls.arguments import check_at_least, check_rank
-from arraycomm._calls.fast_paths import FastPath
 from arraycomm._calls.pickles import dumps, loads
 from arraycomm._calls.placement import DeferredResultBuffer, Destination, HostPlacement, flatten
 from arraycomm._calls.refusals import wanted_kind
@@ -28,6 +27,7 @@ from arraycomm._errors import MismatchError, PeerError, TransportError, name_ope
 from arraycomm._messages import envelopes
 from arraycomm._messages.fast_messages import FastReceive, FastSend, MessageWait, beside
 from arraycomm._messages.matching import ANY_SOURCE, ANY_TAG, PROC_NULL, Matcher, Probe, Status
+from arraycomm._prepared.fast_paths import FastPath
 from arraycomm._protocol.agreement import UndeliveredError
 from arraycomm._protocol.group import Group
 from arraycomm._protocol.task import Finished, Task

@@ -16,15 +16,15 @@ from arraycomm._arrays.buffer import Array, BufferView, allocate
 from arraycomm._arrays.results import to_framework
 from arraycomm._arrays.views import view
 from arraycomm._calls.attempts import take_together
-from arraycomm._calls.fast_paths import FastPath
 from arraycomm._calls.operation import Context, Operation, Share
 from arraycomm._calls.placement import HostPlacement
 from arraycomm._calls.refusals import announced, check_taken
 from arraycomm._calls.runner import OperationClass, Runner
 from arraycomm._calls.statistics import Count
-from arraycomm._collectives.fast_path import Call, Exchanged, Form, Step, call
 from arraycomm._dtypes import DType, Kind, check_op, kind_of
 from arraycomm._folds import fold, total_dtype
+from arraycomm._prepared.fast_path import Call, Exchanged, Form, Step, call
+from arraycomm._prepared.fast_paths import FastPath
 from arraycomm._protocol.agreement import Agreement
 from arraycomm._protocol.details import CallDetail
 from arraycomm._protocol.header import LeafSpec, Settings, Signature

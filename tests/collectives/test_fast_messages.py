@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import arraycomm as ac
-from arraycomm._calls import fast_paths
 from arraycomm._communicator import Communicator
+from arraycomm._prepared import fast_paths
 from tests.support import internals
 from tests.support.launcher import needs_mpiexec, run_python
 from tests.support.on_ranks import each_rank_of

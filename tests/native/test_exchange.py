@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 
 import arraycomm as ac
-from arraycomm._collectives.fast_path import SmallCall
 from arraycomm._communicator import Communicator
 from arraycomm._native import compiled
+from arraycomm._prepared.fast_path import SmallCall
 from arraycomm._transports.threads import Group, make_group
 from arraycomm.testing import run
 from tests.support import internals

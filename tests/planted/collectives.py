@@ -15,7 +15,7 @@ _REDUCTIONS: Final = "arraycomm/_collectives/reductions.py"
 _MOVEMENTS: Final = "arraycomm/_collectives/movements.py"
 _UNEVEN: Final = "arraycomm/_collectives/uneven.py"
 _FUNCTIONS: Final = "arraycomm/_collectives/function_reductions.py"
-_FAST: Final = "arraycomm/_collectives/fast_path.py"
+_FAST: Final = "arraycomm/_prepared/fast_path.py"
 _PLACEMENT: Final = "arraycomm/_calls/placement.py"
 
 FOLDS: Final = (

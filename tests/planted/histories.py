@@ -6,7 +6,7 @@ from typing import Final
 
 from tests.planted.fault import Fault
 
-_FAST: Final = "arraycomm/_collectives/fast_path.py"
+_FAST: Final = "arraycomm/_prepared/fast_path.py"
 _AGAIN: Final = ("calls_made_again_give_what_numpy_says",)
 _MPI: Final = "mpi properties/test_history_laws.py"
 

@@ -32,7 +32,7 @@ HEADERS: Final = (
     ),
     Fault(
         "header ahead: a prepared call on devices does not look at the header of the call before",
-        "arraycomm/_collectives/fast_path.py",
+        "arraycomm/_prepared/fast_path.py",
         "                return bool(exchange.finish(None))",
         "                return True",
         _PROGRAMS,

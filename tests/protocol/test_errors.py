@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 import arraycomm as ac
-from arraycomm._calls.fast_paths import FastPaths
 from arraycomm._communicator import Communicator
+from arraycomm._prepared.fast_paths import FastPaths
 from arraycomm.testing import run
 from tests.support import internals
 from tests.support.on_ranks import LAUNCH, each_rank_of

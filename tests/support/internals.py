@@ -10,16 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from arraycomm._calls.fast_paths import FastPaths
 from arraycomm._calls.placement import Placements
 from arraycomm._calls.runner import Runner
-from arraycomm._collectives import fast_path, groups
+from arraycomm._collectives import groups
 from arraycomm._collectives.reductions import Allreduce
 from arraycomm._communicator import Communicator, group_of, runner_of
 from arraycomm._cuda.device import DeviceRequest
 from arraycomm._cuda.devices import Devices
 from arraycomm._exit import exit as process_exit
 from arraycomm._native import compiled
+from arraycomm._prepared import fast_path
+from arraycomm._prepared.fast_paths import FastPaths
 from arraycomm._protocol.group import Group, Options
 from arraycomm._protocol.waits import clock, deadlock
 from arraycomm._protocol.waits.deadlock import WaitReports, WaitStatus

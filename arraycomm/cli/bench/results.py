@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
-from arraycomm._launch.launchers import cores
+from arraycomm._launch.places import cores
 from arraycomm.cli.bench.timing import Ranks, measure, ratio
 
 FORMAT: Final = 1

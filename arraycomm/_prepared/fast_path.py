@@ -1,4 +1,4 @@
-"""The fast paths of collectives (see `_calls/fast_paths.py`), if the native part is there.
+"""The fast paths of collectives (see `_prepared/fast_paths.py`), if the native part is there.
 
 They do what a call does otherwise (view, header, movement, fold, result), with everything worked
 out beforehand that depends only on the operation, dtype and shape. A small one is one call of the
@@ -21,7 +21,6 @@ from arraycomm._arrays.buffer import Array, BufferView, allocate
 from arraycomm._arrays.frameworks.base import ByAddress
 from arraycomm._arrays.results import allocate_like, commit_out, to_framework, view_out
 from arraycomm._arrays.views import by_address, view
-from arraycomm._calls.fast_paths import ONCE, FastPath
 from arraycomm._calls.operation import NO_SHARE, Context, Operation, Share
 from arraycomm._calls.pickles import Pickled
 from arraycomm._calls.placement import Destination
@@ -36,6 +35,7 @@ from arraycomm._dtypes import DType
 from arraycomm._errors import ConcurrentUseError, TransportError
 from arraycomm._folds import in_c
 from arraycomm._native import compiled
+from arraycomm._prepared.fast_paths import ONCE, FastPath
 from arraycomm._protocol.agreement import UndeliveredError, agree
 from arraycomm._protocol.header import ALL_ON_DEVICE, MAX_DIMS, ON_HOST, Headers, Signature, encode
 from arraycomm._protocol.waits.waiting import give_up_core
