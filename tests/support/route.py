@@ -1,6 +1,6 @@
-"""Which files of the package an `allreduce` enters, from the user's call to the result: the route that a reader follows.
+"""Which files of the package a call enters, from the user's call to the result: the route that a reader follows.
 
-`mpiexec -n 2 python -m tests.support.route` traces calls of 8 bytes and of 64 MB on rank 0, and fails if a limit is passed.
+`mpiexec -n 2 python -m tests.support.route` traces calls on rank 0, and fails if a limit is passed.
 What the native part does in C is not seen here.
 """
 
@@ -27,6 +27,8 @@ LIMITS = {
     "files of a first call of 8 bytes": 21,
     "files of a first call of 64 MB": 28,
     "files of a repeated call of 64 MB": 11,
+    "files of a repeated allgather of 8 bytes": 2,
+    "files of a repeated send and receive of 8 bytes": 6,
 }
 
 
@@ -61,6 +63,15 @@ def routes(comm: ac.Communicator) -> dict[str, list[str]]:
             found[f"{call} call of {size}"] = entered(
                 lambda x=x, out=out: comm.allreduce(x, out=out)
             )
+    few, other = np.ones(1), comm.rank ^ 1
+    calls: dict[str, Callable[[], object]] = {
+        "allgather": lambda: comm.allgather(few),
+        "send and receive": lambda: (comm.send(few, other), comm.recv(other, like=few)),
+    }
+    for name, call in calls.items():
+        # The shortest: Python waits if the other rank is late.
+        ways = [entered(call) for _ in range(20)]
+        found[f"repeated {name} of 8 bytes"] = min(ways, key=len)
     return found
 
 
@@ -69,7 +80,7 @@ def main() -> int:
     found = routes(comm)
     if comm.rank:
         return 0
-    for name in ("first call of 8 bytes", "first call of 64 MB", "repeated call of 64 MB"):
+    for name in (name.removeprefix("files of a ") for name in LIMITS):
         print(f"{name}: {', '.join(found[name])}")
     numbers = {name: len(found[name.removeprefix("files of a ")]) for name in LIMITS}
     print(f"lines of a first call of 64 MB: {lines(found['first call of 64 MB'])}")
