@@ -24,7 +24,7 @@ _BACKENDS: Final = ("jax", "torch", "numpy")
 _STEP: Final = "_arraycomm_step"
 _NO_SCOPE: Final = nullcontext()
 
-# Reduces the gradients of an optimizer's step, given its variables as well; tells whether they are
+# Reduces the gradients of an optimizer's step, given its variables as well; says whether they are
 # to be applied.
 _Reduce = Callable[[Any, list[Any], Any], tuple[bool, list[Any]]]
 

@@ -33,7 +33,7 @@ class _Kind(enum.IntEnum):
 
 
 _NAMES: Final = {kind: kind.name.lower() for kind in _Kind}
-# The shapes of results, at a vector of so many numbers.
+# The shapes of results, at a vector of this many numbers.
 _SHAPES: Final[dict[_Kind, Callable[[int], tuple[int, ...]]]] = {
     _Kind.FUN: lambda count: (),
     _Kind.JAC: lambda count: (count,),
@@ -335,7 +335,7 @@ class _Team:
             raise StopIteration
 
     def _take_callback(self, result: optimize.OptimizeResult) -> bool:
-        """Call this rank's callback, and tell whether any rank's wants to stop."""
+        """Call this rank's callback, and return whether any rank's wants to stop."""
         stops = False
         with ac.raise_together(self._comm):
             try:

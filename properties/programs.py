@@ -121,7 +121,7 @@ Step = Split | Dup | Free | Collective | Message | Ring | Wait
 
 @dataclass(frozen=True)
 class Program:
-    """Steps for so many ranks."""
+    """Steps for this many ranks."""
 
     size: int
     steps: tuple[Step, ...]

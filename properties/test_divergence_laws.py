@@ -145,7 +145,7 @@ WHATS = st.sampled_from(["leaf", "rate", "count"])
     what=WHATS,
     place=st.integers(0, 20),
 )
-def test_any_change_on_one_rank_is_caught_within_so_many_steps(
+def test_any_change_on_one_rank_is_caught_within_verify_every_steps(
     make, size, every, rank, after, what, place
 ) -> None:
     def train(comm: ac.Communicator) -> tuple[int, str]:

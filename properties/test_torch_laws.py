@@ -402,7 +402,7 @@ class Loop:
         return value.detach()
 
     def backward_of(self, part: str, number: int, idle: int, times: int) -> Any:
-        """Make one of so many backward passes of a kind; return its loss."""
+        """Make one of this many backward passes of a kind; return its loss."""
         value = self.loss(part, number, idle) / times
         if part in ("checkpoint", "inner last"):
             one = torch.ones((), dtype=torch.float64, requires_grad=True)

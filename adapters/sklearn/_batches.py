@@ -17,7 +17,7 @@ import arraycomm as ac
 _LOCAL: Final = frozenset(("n_jobs", "verbose"))
 # What is learnt, but of this rank's samples.
 _OWN: Final = "labels_"
-# Arrays of so many bytes are digested by sums, in rows of so many bytes.
+# Arrays of this many bytes are digested by sums, in rows of this many bytes.
 _LARGE: Final = 1 << 16
 _ROW: Final = 1 << 13
 _GENERATORS: Final = (np.random.RandomState, np.random.Generator)

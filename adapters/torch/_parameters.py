@@ -252,7 +252,7 @@ class Parameters:
         return [each for each in reducers.values() if each is not None and each is not own]
 
     def any(self, question: Callable[[Slot, torch.Tensor | None], bool]) -> bool:
-        """Ask a question about each gradient; tell whether it is true of any."""
+        """Ask a question about each gradient; return whether it is true of any."""
         return any(question(slot, grad) for slot, grad in zip(self.slots, self.grads, strict=True))
 
     # What a reduction gives

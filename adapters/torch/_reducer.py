@@ -44,7 +44,7 @@ class Reducer:
             self._gradients.verification.restart()
 
     def reduce_for_step(self) -> bool:
-        """Reduce what no backward pass has reduced; tell whether the step can be taken.
+        """Reduce what no backward pass has reduced; return whether the step can be taken.
 
         Collective, but for steps whose gradients are only accumulated.
         """

@@ -122,7 +122,7 @@ class BucketRounds:
             self._parameters.forget_sent()
 
     def _run_in_step(self) -> bool:
-        """Take part in one round, and tell whether all ranks are in their step."""
+        """Take part in one round, and return whether all ranks are in their step."""
         place = self._place_in_step()
         first = self._reduce(self._buckets.all[0], place)
         self._take(first)

@@ -35,7 +35,7 @@ class _Awaitable(Work):
         raise NotImplementedError
 
     def block(self, seconds: float | None) -> None:
-        """Wait until the work has ended, or for so many seconds."""
+        """Wait until the work has ended, or for this many seconds."""
         raise NotImplementedError
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
@@ -107,7 +107,7 @@ class Call(_Awaitable):
         return self._ended.is_set()
 
     def block(self, seconds: float | None) -> None:
-        """Wait until the call has ended, or for so many seconds."""
+        """Wait until the call has ended, or for this many seconds."""
         if seconds is None:
             self._lane.make_until(self)
         else:
@@ -200,7 +200,7 @@ class Message(_Awaitable):
         self._ended = False
 
     def is_completed(self) -> bool:
-        """Push the message on; tell whether it has come, or has failed."""
+        """Push the message on; return whether it has come, or has failed."""
         if not self._ended and self._request.test():
             with self._turn:
                 self._take()
@@ -217,7 +217,7 @@ class Message(_Awaitable):
         self._ended = True
 
     def block(self, seconds: float | None) -> None:
-        """Wait until the message has come or failed, or for so many seconds."""
+        """Wait until the message has come or failed, or for this many seconds."""
         deadline = None if seconds is None else time.monotonic() + seconds
         polls = 0
         while not self.is_completed() and (deadline is None or time.monotonic() < deadline):

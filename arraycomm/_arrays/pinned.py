@@ -21,7 +21,7 @@ from arraycomm._arrays.dlpack import array_at
 
 Array = np.ndarray[Any, Any]
 
-# At most so many unused bytes are kept: other processes cannot use pinned memory.
+# At most this many unused bytes are kept: other processes cannot use pinned memory.
 KEPT: Final = 1 << 28
 _SMALLEST: Final = 1 << 12
 _BYTE: Final = np.dtype(np.uint8)
@@ -30,7 +30,7 @@ _BYTE: Final = np.dtype(np.uint8)
 class Staging:
     """A pool of pinned memory. A block returns to it when the array over the block is deleted.
 
-    `pin` returns new memory of so many bytes. Blocks beyond `kept` unused bytes are unpinned.
+    `pin` returns new memory of this many bytes. Blocks beyond `kept` unused bytes are unpinned.
     """
 
     def __init__(self, pin: Callable[[int], Array], kept: int = KEPT) -> None:
@@ -44,7 +44,7 @@ class Staging:
         self._back: deque[tuple[Array, Event | None]] = deque()
 
     def empty(self, nbytes: int) -> Array:
-        """Return so many bytes of uninitialised pinned memory.
+        """Return this many bytes of uninitialised pinned memory.
 
         The memory is used again once the array and all slices of it are deleted, and the device has
         reached the event that `until` was given.

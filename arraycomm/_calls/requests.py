@@ -131,7 +131,7 @@ class Request(ProcessBound, Generic[T_co]):
 
     @entry
     def test(self) -> bool:
-        """Push it on without waiting, and tell whether it is finished."""
+        """Push it on without waiting, and return whether it is finished."""
         finished = self._group.engine.test(self._task)
         if finished and self._task.error is None:
             self._task.outcome.claim()

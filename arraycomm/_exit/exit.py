@@ -109,7 +109,7 @@ def replace_root(old: Group, new: Group) -> None:
 
 
 def complete(group: Group, *, at_end: bool = False) -> bool:
-    """Complete the requests of a group, and tell whether none failed without anybody seeing it.
+    """Complete the requests of a group, and return whether none failed without anybody seeing it.
 
     Errors that nobody has seen are printed, and there is a warning if nobody waited for a request.
     """

@@ -28,7 +28,7 @@ from arraycomm._transports.mpi.files import remove_mpi_files
 
 # Seconds between two looks.
 _INTERVAL: Final = 1.0
-# The calls of MPI by which a rank polls return at once. One that takes so many seconds never
+# The calls of MPI by which a rank polls return at once. One that takes this many seconds never
 # returns.
 _FOR_EVER: Final = 60.0
 # Seconds that a program has to act on the signal.

@@ -59,5 +59,5 @@ def round_words(dtype: DType, words: Array, out: Array) -> None:
 
 
 def use_threads(limit: int) -> None:
-    """Let a large fold take so many threads of this process."""
+    """Let a large fold take this many threads of this process."""
     compiled.use_threads(max(1, min(limit, _MOST_THREADS)))

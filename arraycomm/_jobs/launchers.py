@@ -37,7 +37,7 @@ class Launcher(NamedTuple):
     family: str
 
     def command(self, ranks: int, *, threads: int = 1, fault_tolerant: bool = False) -> list[str]:
-        """Return the words that start a command on so many ranks, each with so many threads."""
+        """Return the words that start a command on this many ranks, each with this many threads."""
         if self.family == PROCESSES:
             return [sys.executable, "-I", "-S", self.path, str(ranks)]
         options = []

@@ -36,7 +36,7 @@ bool goes_on(int fold);
 /* The bytes of an element of a total, which 16- and 8-bit floats have in float32. */
 size_t fold_total_size(int fold);
 
-/* What a fold goes on from: the total of so many rows, NULL and 0 if it begins; and whether more rows are to come. */
+/* What a fold goes on from: the total of this many rows, NULL and 0 if it begins; and whether more rows are to come. */
 typedef struct {
     const void *total;
     int rows;

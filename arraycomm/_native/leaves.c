@@ -185,8 +185,8 @@ static PyMethodDef leaves_methods[] = {
     {"fill", (PyCFunction)(void (*)(void))leaves_fill, METH_VARARGS,
      PyDoc_STR("fill(row, parts): copy parts of the leaves into a row.")},
     {"reduce", (PyCFunction)(void (*)(void))leaves_reduce, METH_VARARGS,
-     PyDoc_STR("reduce(place, tree, parts, chunk, nbytes): reduce the leaves in a segment by tables of chunks and of parts, in chunks of at most so "
-               "many bytes, with so many bytes of results; see segment.h for the place and what is returned.")},
+     PyDoc_STR("reduce(place, tree, parts, chunk, nbytes): reduce the leaves in a segment by tables of chunks and of parts, in chunks of at most this "
+               "many bytes, with this many bytes of results; see segment.h for the place and what is returned.")},
     {NULL, NULL, 0, NULL},
 };
 

@@ -20,7 +20,7 @@
 #include "slots.h"
 #include "turns.h"
 
-/* Up to so many rows need no memory of their own; with fewer bytes, letting other threads run takes
+/* Up to this many rows need no memory of their own; with fewer bytes, letting other threads run takes
  * longer than the fold. */
 enum { FEW_ROWS = 8, MANY_BYTES = 64 << 10 };
 
@@ -92,7 +92,7 @@ static bool overlap(const Py_buffer *one, const Py_buffer *other)
     return a < b + (uintptr_t)other->len && b < a + (uintptr_t)one->len;
 }
 
-/* Rows come first, then `outs` arrays that are written, and then what else is read; an element of each has so many bytes. */
+/* Rows come first, then `outs` arrays that are written, and then what else is read; an element of each has this many bytes. */
 static int check_rows(const Buffers *buffers, Py_ssize_t rows, Py_ssize_t outs, size_t row_size, size_t out_size, size_t other_size)
 {
     const Py_buffer *const all = buffers->all;
@@ -278,7 +278,7 @@ static PyObject *py_find_fold(PyObject *module, PyObject *args)
     return PyLong_FromLong(find_fold(op, dtype));
 }
 
-/* Wait for all ranks' slots beside other threads, without the GIL, after so many seconds have been waited, and at most so many. */
+/* Wait for all ranks' slots beside other threads, without the GIL, after this many seconds have been waited, and at most this many. */
 static PyObject *py_wait_aside(PyObject *module, PyObject *args)
 {
     PyObject *memory, *flag;
@@ -379,7 +379,7 @@ static PyMethodDef methods[] = {
     {"use_level", py_use_level, METH_O,
      PyDoc_STR("use_level(number): have folds use that instruction set; return the number before.")},
     {"use_threads", py_use_threads, METH_O,
-     PyDoc_STR("use_threads(limit): have a large fold take so many threads at most; return the limit before.")},
+     PyDoc_STR("use_threads(limit): have a large fold take this many threads at most; return the limit before.")},
     {NULL, NULL, 0, NULL},
 };
 

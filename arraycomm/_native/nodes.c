@@ -30,7 +30,7 @@ typedef struct {
     int count, begun, sent, come;
 } Lane;
 
-/* The messages of all rounds for a payload of so many bytes. What is sent from where slots are depends on the parity of
+/* The messages of all rounds for a payload of this many bytes. What is sent from where slots are depends on the parity of
  * the step. If it is -1, the payloads go by way of the box. */
 typedef struct {
     Py_ssize_t nbytes;
@@ -278,7 +278,7 @@ static int read_lane(PyObject *sequence, Lane *lane)
     return 0;
 }
 
-/* Read so many lanes, which are all 0 before. */
+/* Read this many lanes, which are all 0 before. */
 static int read_lanes(PyObject *sequence, Py_ssize_t count, Lane *lanes)
 {
     for (Py_ssize_t place = 0; place < count; ++place) {

@@ -16,7 +16,7 @@ extern PyObject *nodes_type;
 /* Say how much of its payload this rank shows in a step that it is about to post. */
 void announce(Nodes *self, int64_t step, Py_ssize_t nbytes);
 
-/* Take a posted step further, for at most so many nanoseconds and without the GIL. False if it is not over: Python calls
+/* Take a posted step further, for at most this many nanoseconds and without the GIL. False if it is not over: Python calls
  * `advance` then, until it is, or is left to Python since ranks show different things. */
 bool exchange_nodes(Nodes *self, int64_t step, Py_ssize_t nbytes, int64_t nanoseconds);
 

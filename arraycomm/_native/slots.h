@@ -26,7 +26,7 @@ void post_step(const Slots *slots, int64_t step, const void *header, const void 
 /* Publish this rank's slot, and what it has written elsewhere before, as a step. */
 void post_stamp(const Slots *slots, int64_t step);
 
-/* Whether every rank has posted the step, at the last of so many looks at the others. What they wrote
+/* Whether every rank has posted the step, at the last of this many looks at the others. What they wrote
  * into their slots before can be read then. */
 bool all_posted(const Slots *slots, int64_t step, int looks);
 

@@ -84,11 +84,11 @@ static PyObject *turn_locked(Turn *self, PyObject *none)
 
 static PyMethodDef turn_methods[] = {
     {"acquire", (PyCFunction)(void (*)(void))turn_acquire, METH_O,
-     PyDoc_STR("acquire(False): take the turn, and tell whether it was free.")},
+     PyDoc_STR("acquire(False): take the turn, and return whether it was free.")},
     {"release", (PyCFunction)(void (*)(void))turn_release, METH_NOARGS, PyDoc_STR("release(): give it back.")},
     {"__enter__", (PyCFunction)(void (*)(void))turn_enter, METH_NOARGS, PyDoc_STR("Take the turn, or call `refuse`.")},
     {"__exit__", (PyCFunction)(void (*)(void))turn_exit, METH_FASTCALL, PyDoc_STR("Give it back.")},
-    {"locked", (PyCFunction)(void (*)(void))turn_locked, METH_NOARGS, PyDoc_STR("locked(): tell whether somebody has it.")},
+    {"locked", (PyCFunction)(void (*)(void))turn_locked, METH_NOARGS, PyDoc_STR("locked(): return whether somebody has it.")},
     {NULL, NULL, 0, NULL},
 };
 

@@ -235,7 +235,7 @@ class Engine:
             self.progress.start()
 
     def test(self, task: Task) -> bool:
-        """Push the programs on, and tell whether that of a task is finished."""
+        """Push the programs on, and return whether that of a task is finished."""
         if not task.finished:
             self.progress.take_over()
             try:
@@ -357,7 +357,7 @@ class Engine:
             self.blocked = None
 
     def _advance(self, task: Task, polls: int) -> bool:
-        """Push one task on; tell whether it is finished."""
+        """Push one task on; return whether it is finished."""
         with task.pushing:
             while not task.finished:
                 try:

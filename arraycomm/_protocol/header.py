@@ -195,7 +195,7 @@ class Headers:
     def lengths(self, itemsize: int | None = None) -> list[int]:
         """Return what each rank announces as its length, if the ranks may differ in it.
 
-        With `itemsize`, what came with a rank's header has to be so many bytes for each.
+        With `itemsize`, what came with a rank's header has to be this many bytes for each.
         """
         lengths = self._all(_FREE)
         for rank, length in enumerate(lengths):

@@ -12,7 +12,7 @@ from arraycomm._transports.base import MAX_BYTES, Blocks, Bytes, Flat, Link
 
 
 def bounds_of(lengths: Iterable[int], elements: int = 1) -> list[int]:
-    """Return where parts of so many rows of `elements` begin, and where the last one ends."""
+    """Return where parts of this many rows of `elements` begin, and where the last one ends."""
     bounds = [0]
     for length in lengths:
         bounds.append(bounds[-1] + length * elements)
@@ -45,7 +45,7 @@ def nothing(link: Link) -> Blocks:
 
 
 def in_order(array: Flat, counts: Sequence[int]) -> Blocks:
-    """Return so many elements of the array for each rank, one after another, as blocks."""
+    """Return this many elements of the array for each rank, one after another, as blocks."""
     return blocks_of(array, bounds_of(counts))
 
 
@@ -81,7 +81,7 @@ def cut(data: Bytes) -> list[Bytes]:
 
 
 def fit(nbytes: int) -> bool:
-    """Return whether one movement can take so many bytes."""
+    """Return whether one movement can take this many bytes."""
     return nbytes <= MAX_BYTES
 
 

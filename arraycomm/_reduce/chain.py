@@ -38,7 +38,7 @@ from arraycomm._reduce.segment import (
 from arraycomm._transports.base import Bytes, Flat, Handle, Link, Steps, Transport
 from arraycomm._transports.node_chain import NodeChain
 
-# The bytes of a chunk at most, if the segment of a node has at most so many then; and at least.
+# The bytes of a chunk at most, if the segment of a node has at most this many then; and at least.
 _CHUNK: Final = 1 << 20
 _SEGMENT: Final = 64 << 20
 _LEAST_CHUNK: Final = 16 << 10
@@ -74,7 +74,7 @@ def is_preferred(transport: Transport, op: str, dtypes: Iterable[DType], nbytes:
 
 
 def is_quicker(nbytes: int, nodes: int, lanes: int, widest: int) -> bool:
-    """Return whether a chain is quicker than slices, on so many nodes of so many ranks.
+    """Return whether a chain is quicker than slices, on this many nodes of this many ranks.
 
     By slices, a node gets the elements of all ranks for the slices of its own, and further slices
     of the result. Along the chain it gets a total, which is `widest` times as wide as the elements,
@@ -86,7 +86,7 @@ def is_quicker(nbytes: int, nodes: int, lanes: int, widest: int) -> bool:
 
 
 def chunk_bytes(nbytes: int, nodes: int, largest: int) -> int:
-    """Return the bytes of a chunk of so many bytes in all; they are about equally long.
+    """Return the bytes of a chunk of this many bytes in all; they are about equally long.
 
     All turns together take the least time if the chunks have the square root of nbytes · `_WORKED`
     / the turns that the first one takes.
@@ -97,7 +97,7 @@ def chunk_bytes(nbytes: int, nodes: int, largest: int) -> int:
 
 
 def largest_chunk(most: int) -> int:
-    """Return the bytes of the largest chunk in the segment of a node with up to so many ranks."""
+    """Return the bytes of the largest chunk in the segment of a node with up to this many ranks."""
     rows = ROWS * most + _RESULTS
     return max(min(_CHUNK, _SEGMENT // rows // 4096 * 4096), _LEAST_CHUNK)
 

@@ -15,8 +15,8 @@ from arraycomm._reduce import selection
 from arraycomm._reduce.blocks import bounds_of, rows_of
 from arraycomm._transports.base import Flat, Handle, Link, Steps, Transport
 
-# Reductions of few ranks whose movements overlap go in about so many chunks, of at least so many
-# bytes.
+# Reductions of few ranks whose movements overlap go in about this many chunks, each of at least
+# this many bytes.
 _OVERLAPPING: Final = 4
 _LEAST_CHUNK: Final = 1 << 20
 # No chunk is larger. All have whole cache lines, which have whole elements.
@@ -39,12 +39,12 @@ def step(link: Link, array: Flat, rows: int = 1) -> int:
 
 
 def cut(count: int, step: int) -> list[range]:
-    """Cut so many elements into chunks."""
+    """Cut this many elements into chunks."""
     return [range(start, min(start + step, count)) for start in range(0, count, step)]
 
 
 def slices(count: int, size: int) -> list[int]:
-    """Return where each rank's slice of so many elements starts, and where the last one ends."""
+    """Return where each rank's slice of this many elements starts, and where the last one ends."""
     return [count * rank // size for rank in range(size + 1)]
 
 
@@ -93,7 +93,7 @@ def _cuts(count: int, step: int, size: int, rank: int, itemsize: int) -> list[Cu
 
 
 def reserve(transport: Transport, nbytes: int) -> None:
-    """Take the memory that reductions of up to so many bytes of host memory use.
+    """Take the memory that reductions of up to this many bytes of host memory use.
 
     This is before the header, when a rank may still have too little of it.
     """
@@ -117,7 +117,7 @@ def _best_chunk(nbytes: int, size: int) -> int:
 
 
 def scratch_bytes(link: Link, nbytes: int) -> int:
-    """Return the bytes of scratch memory that suffice for reductions of up to so many bytes."""
+    """Return the bytes of scratch memory that suffice for reductions of up to this many bytes."""
     room = 2 * selection.CHUNK_BYTES
     if link.overlaps:
         # Two chunks are on their way, in a scan with what is folded of them.

@@ -26,21 +26,21 @@ from arraycomm._transports.base import Bytes, Flat, Link, Steps, Transport
 from arraycomm._transports.control import ControlChannel, SharedControl
 
 _CHUNK_BYTES: Final = 512 << 10
-# With more ranks than these, which wait for more, a chunk is up to so many times as long, if the
-# segment has at most so many bytes then.
+# With more ranks than these, which wait for more, a chunk is up to this many times as long, if the
+# segment has at most this many bytes then.
 _FEW_RANKS: Final = 3
 _LONG_CHUNK: Final = 4
 _SEGMENT_BYTES: Final = 48 << 20
-# All ranks' arrays of so many bytes fit in the caches: what is quicker for these need not be for
+# All ranks' arrays of this many bytes fit in the caches: what is quicker for these need not be for
 # larger ones.
 CACHED_BYTES: Final = 8 << 20
-# So many chunks are copied past the caches and as many through them, to see which is quicker; then
-# come so many others.
+# This many chunks are copied past the caches and as many through them, to see which is quicker.
+# This many others come before the next trial.
 _TRIED: Final = 3
 _BETWEEN_TRIALS: Final = 1024
 # For so long the native part makes turns before Python looks around.
 NANOSECONDS: Final = 20_000_000
-# A segment was measured with up to so many ranks.
+# A segment was measured with up to this many ranks.
 _MEASURED_RANKS: Final = 8
 # Chunks that are under way at once. A rank that fills the row of chunk k has seen every rank
 # publish chunk k - 2. These ranks have folded chunk k - 3, and with it chunk k - 4, whose row chunk
@@ -75,7 +75,7 @@ class ChunkTask(NamedTuple):
 
 
 def own_part(count: int, rank: int, size: int) -> slice:
-    """Return which of so many elements of a chunk a rank folds for all."""
+    """Return which of this many elements of a chunk a rank folds for all."""
     return slice(count * rank // size, count * (rank + 1) // size)
 
 
@@ -158,15 +158,15 @@ class SharedSegment:
         return (ROWS * size + FOLDED) * chunk_bytes(size)
 
     def chunk_for(self, nbytes: int) -> int:
-        """Return the bytes of a chunk of a call with so many bytes in all."""
+        """Return the bytes of a chunk of a call with this many bytes in all."""
         return self.chunk_bytes
 
     def own(self, count: int) -> slice:
-        """Return which of so many elements of a chunk this rank folds for all."""
+        """Return which of this many elements of a chunk this rank folds for all."""
         return own_part(count, self.control.rank, self.control.size)
 
     def ways(self, nbytes: int) -> Iterator[_Way]:
-        """Return the way of each chunk of a call with so many bytes in all."""
+        """Return the way of each chunk of a call with this many bytes in all."""
         if not self.native:
             return repeat((False, None))
         return (self._large if nbytes > CACHED_BYTES else self._small).ways()
@@ -296,7 +296,7 @@ def _open(transport: Transport) -> Steps:
 
 
 def share(transport: Transport, nbytes: int, among: ControlChannel | None = None) -> Steps:
-    """Return so many bytes that all ranks share, and whether all have the native part; collective.
+    """Return bytes that all ranks share, and whether all have the native part; collective.
 
     Of a control channel `among` some ranks, these share it. The memory is None, on every rank, if
     one of them cannot open it.

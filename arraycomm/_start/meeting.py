@@ -148,7 +148,7 @@ class _Meeting:
         self.end()
 
     def done(self) -> bool:
-        """Push on; tell whether all have come, or one has given up."""
+        """Push on; return whether all have come, or one has given up."""
         raise NotImplementedError
 
     def watch(self, waited: float) -> None:

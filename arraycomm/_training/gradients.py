@@ -206,7 +206,7 @@ class Gradients:
         return self._call_in_join(JoinedReduction, tree, None)
 
     def hand_over(self, tree: Any, replaced: int | None) -> bool:
-        """Give the gradients of a step inside `join` to ranks without data; tell whether it counts.
+        """Give a step's gradients inside `join` to ranks without data; return whether it counts.
 
         `replaced` is a digest of gradients that were replaced after they had been reduced.
         """
@@ -258,7 +258,7 @@ class Gradients:
             self.virtual.next_round()
 
     def renumber(self, numbers: dict[int, int], count: int) -> None:
-        """Give what is remembered of parameters their new numbers, of so many; drop the others'."""
+        """Give what is remembered of parameters their new numbers; drop that of the others."""
         if self.compressor.states is not None:
             self.compressor.states.renumber(numbers)
         if self.virtual is not None:
@@ -467,7 +467,7 @@ class Sum:
         self.last = last._replace(array=None)
 
     def mean(self, steps: int) -> Any:
-        """Return the mean over so many steps, as an array like the gradients."""
+        """Return the mean over this many steps, as an array like the gradients."""
         return restored(divided(self.array, self.last, steps), self.last)
 
 

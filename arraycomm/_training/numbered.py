@@ -59,7 +59,7 @@ class Where:
 
 
 def _wrapped(number: int, bits: int) -> int:
-    """Return a number from 1 on as one that has so many bits, and 0 as 0."""
+    """Return a number from 1 on as one that has this many bits, and 0 as 0."""
     return (number - 1) % ((1 << bits) - 1) + 1 if number else 0
 
 

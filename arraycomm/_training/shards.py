@@ -272,7 +272,7 @@ def _wait(request: Request, later: Sequence[Request]) -> dict[int, Any]:
 
 
 def _cut(sizes: Sequence[int], limit: int) -> list[list[int]]:
-    """Divide numbers, in order, into parts of about so many bytes."""
+    """Divide numbers, in order, into parts of about this many bytes."""
     parts: list[list[int]] = [[]]
     nbytes = 0
     for number, size in enumerate(sizes):

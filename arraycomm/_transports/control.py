@@ -115,7 +115,7 @@ class ControlChannel(_Counts):  # type: ignore[misc]
         self.peers = [r for r in range(size) if r != rank]
 
     def post(self, nbytes: int | None = None) -> None:
-        """Publish this rank's slot as its next step: so many bytes of the payload, or all of them.
+        """Publish this rank's slot as its next step: `nbytes` of the payload, or all.
 
         What other ranks find behind these bytes is undefined.
         """
@@ -150,7 +150,7 @@ class ControlChannel(_Counts):  # type: ignore[misc]
 
 
 class SharedControl(ControlChannel):
-    """A control channel in shared memory. Each rank reads all slots, so many ranks' are smaller."""
+    """A control channel in shared memory; every rank reads all slots."""
 
     shared = True
 

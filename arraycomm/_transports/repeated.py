@@ -10,7 +10,7 @@ class Handle(Protocol):
     """A movement under way, or a step of the control channel."""
 
     def done(self) -> bool:
-        """Make progress with all movements, and tell whether this one is finished; never waits."""
+        """Make progress with all movements; return whether this one is finished. Never waits."""
 
 
 class Repeated(Handle, Protocol):

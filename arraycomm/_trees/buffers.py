@@ -14,9 +14,9 @@ from arraycomm._transports.base import Bytes
 from arraycomm._trees.layout import ALIGNMENT, Bucket, LeafSlot
 
 BYTE: Final = np.dtype(np.uint8)
-# Of so many buffers results may be in use at once; with more, some are new in each call. If nothing
-# refers to the results in them any more, so many are kept: those of one step are often dropped once
-# those of the next are there.
+# Of this many buffers results may be in use at once; with more, some are new in each call. If
+# nothing refers to the results in them any more, this many are kept: those of one step are often
+# dropped once those of the next are there.
 _MAX_KEPT: Final = 8
 _MAX_IDLE: Final = 2
 

@@ -24,7 +24,7 @@ from arraycomm._trees.shared_memory import ChunkLayout
 
 # To write results over smaller leaves takes longer than to write them elsewhere.
 LARGE: Final = 64 << 10
-# Between nodes, a leaf with so many bytes for each rank is a message of its own.
+# Between nodes, a leaf with this many bytes for each rank is a message of its own.
 _ALONE: Final = 512 << 10
 _NONE: Final[frozenset[int]] = frozenset()
 _MOST_TABLES: Final = 4

@@ -13,7 +13,7 @@ import numpy as np
 
 from arraycomm._dtypes import DType
 
-# Leaves of so many bytes share no bucket with smaller ones: they need not be copied into a message.
+# Leaves of this many bytes share no bucket with smaller ones: they need not be copied to be sent.
 LARGE: Final = 1 << 20
 # Every leaf begins at a multiple of this; JAX takes over only memory with this alignment.
 ALIGNMENT: Final = 64

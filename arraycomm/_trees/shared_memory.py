@@ -15,7 +15,7 @@ from arraycomm._transports.base import Bytes
 from arraycomm._trees.held import Held, table_of
 from arraycomm._trees.layout import ALIGNMENT, RESULTS, Chunk, Part
 
-# A part of a leaf with so many bytes is folded from where it lies, along a chain of nodes.
+# A part of a leaf with this many bytes is folded from where it lies, along a chain of nodes.
 _PIECE: Final = 16 << 10
 
 

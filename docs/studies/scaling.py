@@ -109,7 +109,7 @@ class Machine:
         return self.nodes * self.ranks
 
     def header(self, nbytes: int = 0) -> float:
-        """Return the seconds of a header, and of arrays of so many bytes that are sent with it."""
+        """Return the seconds of a header, and of arrays of this many bytes that are sent with it."""
         rounds, others = ceil(log2(self.nodes)), (self.nodes - 1) * self.ranks
         shown = rounds * (self.latency + PAYLOAD * self.per_byte)
         return shown + others * nbytes * self.per_byte + (self.size - 1) * nbytes * self.fold
@@ -177,7 +177,7 @@ def measured(results: dict[str, Any]) -> str:
 
 
 def predicted(ranks: int) -> str:
-    """Return the table of more nodes with so many ranks each."""
+    """Return the table of more nodes with this many ranks each."""
     rows = []
     for name, nbytes in SIZES.items():
         found = [Machine(nodes, ranks).allreduce(nbytes) for nodes in NODES]

@@ -203,7 +203,7 @@ def rows() -> Iterator[Row]:
 
 
 def check(row: Row, comm: ac.Communicator, judge: int) -> bool:
-    """Compare a program with that of one process, unless JAX refuses it there; tell whether it was compared.
+    """Compare a program with that of one process, unless JAX refuses it there; return whether it was compared.
 
     Rank `judge` is that process.
     """

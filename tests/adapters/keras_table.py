@@ -197,7 +197,7 @@ def _is_known(name: str) -> bool:
 
 
 def check(row: Row, comm: ac.Communicator) -> bool:
-    """Compare ranks' steps with those of one process; tell whether Keras can take them at all."""
+    """Compare ranks' steps with those of one process; return whether Keras can take them at all."""
     ranks = range(comm.size)
 
     def total(step: int) -> list[Any]:

@@ -109,7 +109,7 @@ def launch(
 def _ended(
     process: subprocess.Popen[bytes], running: Running, limit: float, out: int, disturb: Disturb
 ) -> bool:
-    """Wait for a job to end; tell whether it has, or prints nothing any more."""
+    """Wait for a job to end; return whether it has, or prints nothing any more."""
     deadline, printed, quiet = time.monotonic() + limit + START_LIMIT, 0, False
     while time.monotonic() < deadline:
         quiet = quiet or disturb(running)

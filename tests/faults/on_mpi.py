@@ -31,7 +31,7 @@ ALONE: Final = (
     *("lost error", "memory", "files", "sigint", "fork", "suspend", "launcher"),
 )
 ALONE_SHARE: Final = 0.5
-# Of programs alone in their job, one of so many handles its errors.
+# Of programs alone in their job, one of this many handles its errors.
 HANDLED_SHARE: Final = 4
 BATCH: Final = 50
 # Seconds in which a job must have ended: without Python's help at most so long after the death,

@@ -27,7 +27,7 @@ LONG: Final = 20.0
 
 
 def run_programs(seeds: Sequence[int], kinds: tuple[str, ...], jobs: int = 1) -> Iterator[Verdict]:
-    """Run programs, in so many processes at once: most of the time somebody only waits."""
+    """Run programs, in this many processes at once: most of the time somebody only waits."""
     if jobs == 1:
         yield from (run_program(seed, kinds) for seed in seeds)
         return

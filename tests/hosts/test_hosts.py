@@ -74,7 +74,7 @@ try:
 except ac.PeerError as error:
     sys.stdout.write(f"{type(error).__name__}: {error}\\n")
 """
-# The last rank sends an array of this many bytes to all, and each rank so many.
+# The last rank sends an array of this many bytes to all, and each rank this many.
 _SENT: Final = 32 << 20
 _EACH: Final = 1 << 20
 _BROADCAST: Final = f"""
@@ -199,7 +199,7 @@ def test_ranks_of_a_host_that_is_cut_off_time_out_as_all_others_do(two, tmp_path
 
 
 def _wait_for(ranks: int, job: subprocess.Popen[str]) -> None:
-    """Return once so many ranks have said that they have begun."""
+    """Return once this many ranks have said that they have begun."""
     assert job.stdout is not None
     said: list[str] = []
     # Launchers say something too, now and then.

@@ -36,7 +36,7 @@ typedef struct {
     TreeChunk chunks[MOST];
 } Tree;
 
-/* Append the parts of both leaves, of which the first has so many elements, that lie between two places of a chunk. */
+/* Append the parts of both leaves, of which the first has this many elements, that lie between two places of a chunk. */
 static int64_t add_parts(Tree *tree, int64_t count, int first, int start, int from, int to)
 {
     const int bounds[] = {0, first, 1 << 20};

@@ -302,7 +302,7 @@ class _Cluster:
     def step(
         self, count: int, headers: Sequence[int], late: int | None, others: int | None = None
     ) -> None:
-        """Reduce so many elements, and check that every rank gets the total, or sees what all show.
+        """Reduce this many elements, and check that every rank gets the total, or sees what all show.
 
         Ranks with another header than the first may have another number of elements.
         """

@@ -45,7 +45,7 @@ _FINDINGS: Final = """
 At first these faults were not caught, or only by chance. Laws were written or sharpened for them:
 
 - Laws repeated calls with the same arrays, so a call that sent or folded what the one before had left was right by chance.
-- Nobody changed an array once its request was finished, or its call had returned. So nothing told whether others still read it.
+- Nobody changed an array once its request was finished, or its call had returned. So nothing said whether others still read it.
 - `out` was filled with the right result already when a second call was to fill it.
 - Arrays of broadcasts and messages were seldom longer than what travels with a header.
 - Trees of the laws were too small for the memory that ranks share, and were seldom cut into several messages.

@@ -258,7 +258,7 @@ OPTIMIZERS: Final = (
         _VERIFICATION,
         "self.age_of(reduced) >= self.every",
         "self.age_of(reduced) >= self.every + 2",
-        ("any_change_on_one_rank_is_caught_within_so_many_steps",),
+        ("any_change_on_one_rank_is_caught_within_verify_every_steps",),
     ),
     Fault(
         "false alarm: ranks also compare what each has for itself",

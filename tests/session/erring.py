@@ -115,7 +115,7 @@ def used() -> dict[str, int]:
 
 
 def growth(world: Communicator, repetitions: int) -> dict[str, int]:
-    """Return by how much this process grows over so many errors of each kind, and print it."""
+    """Return by how much this process grows over this many errors of each kind, and print it."""
     seen = []
     for count in (2, repetitions):
         for kind in KINDS:

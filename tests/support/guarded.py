@@ -42,14 +42,14 @@ def values(dtype: np.dtype[Any], count: int, seed: int) -> Array:
 
 
 def guarded(count: int, dtype: np.dtype[Any], offset: int = 0) -> tuple[Array, Array]:
-    """Return elements so many bytes behind an aligned address, and all of their memory."""
+    """Return elements this many bytes behind an aligned address, and all of their memory."""
     whole = np.full(count * dtype.itemsize + 256, GUARD, np.uint8)
     start = 64 + -whole.ctypes.data % 64 + offset
     return whole[start : start + count * dtype.itemsize].view(dtype), whole
 
 
 def placed(array: Array, offset: int) -> Array:
-    """Return a copy of an array so many bytes behind an aligned address."""
+    """Return a copy of an array this many bytes behind an aligned address."""
     copy, _ = guarded(len(array), array.dtype, offset)
     copy[...] = array
     return copy

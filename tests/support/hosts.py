@@ -109,7 +109,7 @@ class Hosts:
         _ip("link", "set", f"{self._prefix}v{number + 1}", state)
 
     def start(self, each: int, *arguments: str, **environment: str) -> subprocess.Popen[str]:
-        """Start the interpreter with these arguments on so many ranks of each host."""
+        """Start the interpreter with these arguments on this many ranks of each host."""
         places = ",".join(f"{self._network}.{number + 1}:{each}" for number in range(self.count))
         named = ["unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', self.names()[0]]
         ranks = ["-n", str(self.count * each), sys.executable, *arguments]

@@ -455,7 +455,7 @@ def fast_paths(comm: Communicator) -> FastPaths:
 
 
 def has_fast_paths(comm: Communicator, count: int) -> bool:
-    """Return whether so many reductions have a fast path, as far as the native part makes any."""
+    """Return whether this many reductions have a fast path, as far as the native part makes any."""
     found = [key for key in fast_paths(comm)._paths if key[0] is not groups.Barrier]
     return compiled is None or len(found) == count
 

@@ -114,7 +114,7 @@ def _half(case: str) -> int:
 
 
 def _takes(number: int, size: int | None) -> bool:
-    """Return whether the test of this number runs on so many ranks of an MPI job."""
+    """Return whether the test of this number runs on this many ranks of an MPI job."""
     return {None: True, 1: number % 4 == 0, 2: number % 2 == 0, 4: number % 2 == 1}.get(size, True)
 
 

@@ -294,7 +294,7 @@ def test_without_memory_a_chain_of_nodes_is_left_aside(
 
 @pytest.mark.parametrize("nbytes", [1 << 17, 2 << 20])
 def test_every_rank_gets_what_each_root_has(comm: Communicator, nbytes: int) -> None:
-    """In one piece, and in so many that each is passed on while others come; without their dtype known before."""
+    """In one piece, and in pieces of which each is passed on while others come; without their dtype known before."""
     for root in range(comm.size):
         x = np.random.default_rng(root).integers(0, 256, (2, nbytes // 2), np.uint8)
         mine = x.T if comm.rank == root else None

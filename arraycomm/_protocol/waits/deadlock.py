@@ -53,7 +53,7 @@ class Wait(NamedTuple):
 
     `certain` is whether it needs them: all of them in a collective, otherwise one. Of a message,
     `counted` is whether it is sent, its tag as it is counted, and how many such messages the rank
-    has begun to send, or has received; empty if that does not tell whether it will be matched.
+    has begun to send, or has received; empty if that does not say whether it will be matched.
     """
 
     missing: Callable[[], list[int]]

@@ -82,7 +82,7 @@ class Outcomes:
         self._tell([outcome for outcome in self.open if outcome.dropped])
 
     def report(self) -> bool:
-        """Report all requests that nobody has waited for; tell whether none of them has failed."""
+        """Report all requests that nobody has waited for; return whether none has failed."""
         return self._tell(list(self.open))
 
     def errors(self) -> list[Outcome]:

@@ -13,8 +13,8 @@ from arraycomm._transports.base import Handle
 # Seconds after which a wait sleeps between polls, instead of only giving up the core.
 PATIENCE: Final = 0.02
 NAP: Final = 5e-5
-# While ranks are absent, so that no data moves, it sleeps for this part of the time, up to so many
-# seconds at once; and for that one if each poll takes the interpreter from a caller that computes.
+# While ranks are absent, so that no data moves, it sleeps for this part of the time; for the second
+# one if each poll takes the interpreter from a caller that computes; at once for these seconds.
 _PART: Final = 1 / 200
 _PART_ASIDE: Final = 1 / 32
 _LONG_NAP: Final = 1e-3
@@ -51,7 +51,7 @@ def wait_for(
     """Poll until `done`; `watch(seconds waited)` now and then, which may raise.
 
     `moved` tells when a part of what is waited for was last done: patience begins anew then.
-    `absent` tells whether ranks are waited for that have not called: no data moves, which might
+    `absent` says whether ranks are waited for that have not called: no data moves, which might
     need more polls.
     """
     for _ in range(spins):

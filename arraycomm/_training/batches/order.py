@@ -62,7 +62,7 @@ class Share:
         return np.arange(self.start + self.rank, stop, self.size, dtype=np.int64)
 
     def position_after(self, rounds: int) -> int:
-        """Return how many items of the epoch have been consumed after so many rounds."""
+        """Return how many items of the epoch have been consumed after this many rounds."""
         return min(self.start + rounds * self.size, self.stop)
 
 

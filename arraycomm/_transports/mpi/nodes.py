@@ -302,7 +302,7 @@ class NodeExchange:
             self._words[start // _WORD] = lengths[rank]
 
     def _add(self, message: Bytes, count: int) -> None:
-        """Add the records of so many ranks, which have come behind the others."""
+        """Add the records of this many ranks, which have come behind the others."""
         first, words = self._end // _WORD, self._words
         if self.alike:
             if words[first : first + _WORDS] == words[:_WORDS]:
@@ -326,7 +326,7 @@ class NodeExchange:
             self._end += len(message)
 
     def _write_records(self, message: Bytes, count: int) -> None:
-        """Write a record for each of so many ranks, which may have a common one in the message."""
+        """Write a record for each of `count` ranks, which may have a common one in the message."""
         nbytes = int(message[:_WORD].view(np.int64)[0])
         if nbytes >= 0:
             self._box[self._end :][: len(message)] = message
@@ -358,7 +358,7 @@ class NodeExchange:
             own += len(record)
 
     def _end_of(self, count: int) -> int:
-        """Return where the first `count` records end, or a common record of so many ranks."""
+        """Return where the first `count` records end, or a common record of this many ranks."""
         if self.alike:
             return PAYLOAD + count * self._boxed
         if count == self._known:
@@ -374,13 +374,13 @@ class NodeExchange:
         return self._skip(self._end, count) - self._end
 
     def _skip(self, start: int, count: int) -> int:
-        """Return where so many records end that begin at `start`."""
+        """Return where this many records end that begin at `start`."""
         for _ in range(count):
             start += _record(self._words[start // _WORD])
         return start
 
     def _stride(self, start: int, end: int, count: int) -> int:
-        """Return the length of each of so many records, or 0 if they differ in it."""
+        """Return the length of each of this many records, or 0 if they differ in it."""
         nbytes = self._words[start // _WORD]
         stride = _record(nbytes)
         if end - start != count * stride:
@@ -451,7 +451,7 @@ def _selection(ranks: Sequence[int]) -> slice | np.ndarray[Any, Any]:
 
 
 def _record(nbytes: int) -> int:
-    """Return the length of a record with so many bytes of payload."""
+    """Return the length of a record with this many bytes of payload."""
     return PAYLOAD + _whole(nbytes)
 
 

@@ -44,11 +44,11 @@ class Pieces(NamedTuple):
     most: int
 
     def count(self, nbytes: int) -> int:
-        """Return how many pieces so many bytes make."""
+        """Return how many pieces this many bytes make."""
         return max(-(-nbytes // self.most), 1)
 
     def count_both(self, received: int, sent: int) -> int:
-        """Return in how many pieces so many bytes go each way; both ranks find the same."""
+        """Return in how many pieces this many bytes go each way; both ranks find the same."""
         longer, shorter = max(received, sent), min(received, sent)
         return self.count(longer) if longer <= 2 * shorter else 1
 
@@ -64,7 +64,7 @@ def agreed(comm: MPI.Intracomm) -> Pieces:
 
 
 def cut(memory: Bytes, count: int) -> list[Bytes]:
-    """Cut memory into so many pieces."""
+    """Cut memory into this many pieces."""
     if count == 1:
         return [memory]
     bounds = [len(memory) * number // count // _LINE * _LINE for number in range(count)]
@@ -123,7 +123,7 @@ class Lane:
             self._begun += 1
 
     def done(self) -> bool:
-        """Begin what can be begun; tell whether all pieces are over. Never waits."""
+        """Begin what can be begun; return whether all pieces are over. Never waits."""
         if self._before is not None:
             self._before.done()
             self.begin()

@@ -18,8 +18,8 @@ from arraycomm._transports.base import Bytes, Flat
 from arraycomm._transports.mpi.pieces import AHEAD, Pieces
 from arraycomm._transports.mpi.under_way import KEPT_ALIVE, start, translated
 
-# A part has at least so many bytes. There are at most so many for each level of a binary tree of
-# the nodes: with twice as many on four nodes, whose ranks shared two cores, the whole took half as
+# A part has at least this many bytes. There are at most this many for each level of a binary tree
+# of the nodes: with twice as many on four nodes, whose ranks shared two cores, the whole took half as
 # long again.
 _LEAST: Final = 512 << 10
 _MOST: Final = 4
@@ -54,14 +54,14 @@ class Route(NamedTuple):
 
 
 def parts_of(buffer: Flat, nodes: int) -> list[Flat]:
-    """Cut what goes to so many nodes into parts."""
+    """Cut what goes to this many nodes into parts."""
     most = _MOST * max((nodes - 1).bit_length(), 1)
     step = max(_LEAST, -(-len(buffer) // most))
     return [buffer[start : start + step] for start in range(0, len(buffer), step)]
 
 
 def route(rank: int, root: int, places: Places, parts: int) -> Route:
-    """Return the route of so many parts over a rank."""
+    """Return the route of this many parts over a rank."""
     own, at_root = places.node[rank], places.node[root]
     ranks = _turned(places.members[own], places.place[root] if own == at_root else 0)
     within = _along(ranks, ranks.index(rank), parts)

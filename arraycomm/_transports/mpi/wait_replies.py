@@ -17,14 +17,14 @@ from arraycomm._transports.notes import Notes
 
 # Kinds of control messages.
 ASKING, WAITING, COLLECTING, TELLING = range(1, 5)
-# So many ranks are asked without a collector.
+# This many ranks are asked without a collector.
 _FEW: Final = 8
 # Seconds in which replies come to a collector, after which it asks again, and within which it
 # answers.
 _REPLIES: Final = 0.1
 _AGAIN: Final = 1.0
 _PATIENCE: Final = 0.3
-# What fits in a message: so many ranges of ranks, and characters of a status. At most so many
+# What fits in a message: this many ranges of ranks, and characters of a status. At most this many
 # places are told.
 _RANGES: Final = 150
 _STATUS: Final = 600

@@ -84,7 +84,7 @@ class _Sending:
         self._messages, self._frame, self._number = messages, frame, number
 
     def done(self) -> bool:
-        """Push the messages on; tell whether this one is finished."""
+        """Push the messages on; return whether this one is finished."""
         self._messages.pump()
         return self._frame.gone and self._number not in self._messages.untaken
 
@@ -96,7 +96,7 @@ class _Receiving:
         self._messages, self._receive = messages, receive
 
     def done(self) -> bool:
-        """Push the messages on; tell whether this one has come."""
+        """Push the messages on; return whether this one has come."""
         self._messages.pump()
         if not self._receive.done():
             return False

@@ -23,7 +23,7 @@ class Ring:
 
     @staticmethod
     def nbytes(capacity: int) -> int:
-        """Return the bytes of zeroed memory that a ring takes, which holds so many at once."""
+        """Return the bytes of zeroed memory that a ring takes, which holds this many at once."""
         return _HEAD + capacity
 
     def write(self, source: Bytes) -> int:
@@ -61,7 +61,7 @@ class Transfer:
         self._left = part
 
     def done(self) -> bool:
-        """Move what can move; tell whether all has gone."""
+        """Move what can move; return whether all has gone."""
         while len(self._left):
             count = self._move(self._left)
             if not count:

@@ -31,14 +31,14 @@ _Transfers = list[Transfer]
 
 
 def _capacities(size: int) -> tuple[int, int]:
-    """Return the bytes that a ring for movements and one for messages hold, of so many ranks."""
+    """Return the bytes that a ring for movements and one for messages hold, of this many ranks."""
     movements = min(max((1 << 20) // size, 32 << 10), 256 << 10)
     # Whole lines, so that the next ring's words begin lines: a processor writes such words at once.
     return movements // _LINES * _LINES, movements // 4 // _LINES * _LINES
 
 
 def memory_bytes(size: int) -> int:
-    """Return the bytes of zeroed memory that a group of so many ranks shares."""
+    """Return the bytes of zeroed memory that a group of this many ranks shares."""
     rings = sum(map(Ring.nbytes, _capacities(size)))
     return SharedControl.nbytes(size) // _LINES * _LINES + _LINES + size * size * rings
 
@@ -50,7 +50,7 @@ class _Movement:
         self._left = transfers
 
     def done(self) -> bool:
-        """Move what can move; tell whether all has."""
+        """Move what can move; return whether all has."""
         self._left = [transfer for transfer in self._left if not transfer.done()]
         return not self._left
 

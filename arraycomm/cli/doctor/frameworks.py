@@ -14,7 +14,7 @@ from arraycomm._arrays.frameworks import BY_NAME as FRAMEWORKS
 from arraycomm._cuda import device
 from arraycomm._cuda.arrays import on_cuda
 
-# The module with `ones` of each framework, beside that which tells whether it is installed.
+# The module with `ones` of each framework, beside that which says whether it is installed.
 NAMESPACES: Final = {
     "numpy": "numpy",
     "torch": "torch",

@@ -14,7 +14,7 @@ _WAITING, _TRANSFER, _LINE = "#e69f00", "#0072b2", "#bbbbbb"
 _ROW_INCHES: Final = 0.45
 _HEIGHT: Final = 0.72
 _DPI: Final = 150
-# The picture is cut into so many columns; in each, a colour's height is its share of the time.
+# The picture is cut into this many columns; in each, a colour's height is its share of the time.
 _COLUMNS: Final = 1400
 # What can be seen of calls that took less than this share of a column.
 _LEAST: Final = 0.06

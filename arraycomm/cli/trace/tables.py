@@ -11,7 +11,7 @@ from arraycomm.cli.trace.spans import Span
 
 # Lines of the program that are listed, those that took longest first.
 _LINES: Final = 20
-# Up to so many ranks, the table has a column for each.
+# Up to this many ranks, the table has a column for each.
 _COLUMNS: Final = 8
 _STRAGGLERS: Final = 5
 _UNITS: Final = ("B", "kB", "MB", "GB", "TB")

@@ -36,7 +36,7 @@ class Tiles:
         self.row, self.column = divmod(rank, self.columns)
 
     def beside(self, down: int, right: int) -> int:
-        """Return the rank so many tiles further down and to the right."""
+        """Return the rank this many tiles further down and to the right."""
         row, column = (self.row + down) % self.rows, (self.column + right) % self.columns
         return row * self.columns + column
 

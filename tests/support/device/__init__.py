@@ -30,7 +30,7 @@ def _is_cupy(name: str) -> bool:
 
 @contextmanager
 def software_device(devices: int = 1) -> Iterator[Any]:
-    """Let this process find so many devices, and none afterwards; give the machine, which tells what was asked."""
+    """Let this process find this many devices, and none afterwards; give the machine, which tells what was asked."""
     before = {name: sys.modules.pop(name) for name in list(sys.modules) if _is_cupy(name)}
     sys.modules.update(_modules)
     folder = str(Path(__file__).parent)

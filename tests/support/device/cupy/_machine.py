@@ -40,7 +40,7 @@ CAPTURED: Final = 901
 POISON: Final = 0xA5
 ALIGNMENT: Final = 512
 _noise: Final = random.Random()
-# Half of the work waits for up to so many seconds before it is done.
+# Half of the work waits for up to this many seconds before it is done.
 LATE: Final = 3e-4
 # How many queues the streams of a process share, if CUDA_DEVICE_MAX_CONNECTIONS does not say it; 8 is CUDA's default.
 CONNECTIONS: Final = 1, 2, 8
