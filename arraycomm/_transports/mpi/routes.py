@@ -19,8 +19,8 @@ from arraycomm._transports.mpi.pieces import AHEAD, Pieces
 from arraycomm._transports.mpi.under_way import KEPT_ALIVE, start, translated
 
 # A part has at least this many bytes. There are at most this many for each level of a binary tree
-# of the nodes: with twice as many on four nodes, whose ranks shared two cores, the whole took half as
-# long again.
+# of the nodes: with twice as many on four nodes, whose ranks shared two cores, the whole took half
+# as long again.
 _LEAST: Final = 512 << 10
 _MOST: Final = 4
 
