@@ -10,15 +10,21 @@ from typing import Any
 
 import numpy as np
 
-from arraycomm._calls.operation import Context
+from arraycomm._arrays.typing import ArrayT
+from arraycomm._calls.operation import Context, Operation
 from arraycomm._calls.requests import ProcessBound
 from arraycomm._calls.runner import Runner
 from arraycomm._collectives.groups import SmallExchange
 from arraycomm._entries import entries
 from arraycomm._messages.matching import PROC_NULL, Wildcard
+from arraycomm._messages.messages import Messenger
 from arraycomm._protocol.agreement import Agreement
+from arraycomm._protocol.header import Signature
+from arraycomm._transports.base import Steps
 
 Layout = tuple[tuple[int, ...], tuple[bool, ...]]
+# Ranks along the axes of a grid, or what lies beyond its borders: see `neighbor_alltoall`.
+Around = Sequence[int | Wildcard]
 
 
 class MakeGrid(SmallExchange):
@@ -45,11 +51,56 @@ class MakeSubgrid(SmallExchange):
         super().__init__(context, f"keep={[*map(bool, keep)]}")
 
 
+class NeighborAlltoall(Operation):
+    """See `GridCommunicator.neighbor_alltoall`; blocks are messages, which tell their shapes."""
+
+    name, code = "neighbor_alltoall", 46
+    header_independent = True
+
+    def __init__(
+        self, context: Context, messenger: Messenger, around: Around, blocks: Any, out: Any
+    ) -> None:
+        super().__init__(context)
+        self.signature = Signature(self.name)
+        blocks, out = list(blocks), [None] * len(around) if out is None else list(out)
+        for name, given in ("blocks", blocks), ("out", out):
+            if len(given) != len(around):
+                raise ValueError(
+                    f"{name} must be {len(around)} arrays, two for each dimension; got {len(given)}"
+                )
+        views = [self.placement.view_known(None, into) for into in out]
+        _check_apart([found.array for found in views if found is not None])
+        there = [place for place, rank in enumerate(around) if rank is not PROC_NULL]
+        self._outgoing = [messenger.read(blocks[place], *out) for place in there]
+        self.nbytes = sum(each.nbytes for each in self._outgoing)
+        self.copies = sum(each.copies for each in self._outgoing)
+        self._messenger, self._around, self._there = messenger, around, there
+        self._blocks, self._received = blocks, out
+
+    def steps(self, agreement: Agreement) -> Steps:
+        sends = [
+            (each, self._around[place])
+            for each, place in zip(self._outgoing, self._there, strict=True)
+        ]
+        # In the order in which a neighbor sends, to which what lies before this rank lies after it.
+        back = sorted(self._there, key=lambda place: place ^ 1)
+        receives = [
+            (self._around[place], self._blocks[place], self._received[place]) for place in back
+        ]
+        results = yield from self._messenger.trade(sends, receives)
+        for place, result in zip(back, results, strict=True):
+            self._received[place] = result
+
+    def result(self, agreement: Agreement) -> Any:
+        return self._received
+
+
 @entries(trimmed=True)
 class GridCalls(ProcessBound):
     """What a communicator does whose ranks are the cells of a grid."""
 
     _runner: Runner
+    _messenger: Messenger
     dims: tuple[int, ...]
     periods: tuple[bool, ...]
     coords: tuple[int, ...]
@@ -103,6 +154,43 @@ class GridCalls(ProcessBound):
         around = [rank for axis in range(len(self.dims)) for rank in self.shift(axis)]
         return sorted({rank for rank in around if isinstance(rank, int)} - {self.rank})
 
+    def neighbor_alltoall(
+        self,
+        blocks: Sequence[ArrayT | None],
+        *,
+        out: Sequence[ArrayT | None] | None = None,
+        timeout: float | None = None,
+    ) -> list[ArrayT]:
+        """Send an array to each neighbor, and get one from each, as a halo exchange does.
+
+        Parameters
+        ----------
+        blocks : sequence of arrays
+            Two for each dimension: what goes to the rank at the smaller coordinate, then what goes
+            to that at the larger one. Their shapes and dtypes may differ. Beyond a border that is
+            not periodic nothing goes, and a block may be None.
+        out : sequence of arrays, optional
+            In the same order, where the arrays go that come from there; None for a fresh one. They
+            share no elements. Those beyond a border stay as they are.
+
+        Returns
+        -------
+        list of arrays
+            What came from there, like the block that went there, or `out`. Beyond a border it is
+            `out` as it is, or None.
+
+        Notes
+        -----
+        Collective, but waits for the data of neighbors alone. What is contiguous is not copied, in
+        `out` as well, if `blocks` and `out` do not overlap.
+        """
+        around = [rank for axis in range(len(self.dims)) for rank in self.shift(axis)]
+        call = self._runner.call_within
+        received: list[ArrayT] = call(
+            timeout, NeighborAlltoall, self._messenger, around, blocks, out
+        )
+        return received
+
     def _layout_of(self, keep: Sequence[bool]) -> tuple[int, Layout]:
         """Return the color and the layout of the part that has the dimensions to `keep`."""
         self._runner.call(MakeSubgrid, keep, len(self.dims))
@@ -118,6 +206,14 @@ def layout_of(mpi4py_comm: Any) -> Layout | None:
     if not isinstance(mpi4py_comm, MPI.Cartcomm) or not mpi4py_comm.dims:
         return None
     return tuple(mpi4py_comm.dims), tuple(map(bool, mpi4py_comm.periods))
+
+
+def _check_apart(arrays: list[Any]) -> None:
+    """Raise if arrays share elements, of which one alone could arrive."""
+    for after, array in enumerate(arrays):
+        for before in range(after):
+            if np.shares_memory(arrays[before], array):
+                raise ValueError("arrays of out share elements, as rows and columns do at a corner")
 
 
 def _checked(dims: Any, periods: Any, size: int) -> Layout:

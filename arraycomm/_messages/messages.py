@@ -37,8 +37,9 @@ from arraycomm._protocol.waits.watchdog import LAST_MESSAGE, checked_timeout
 from arraycomm._reduce.blocks import cut
 from arraycomm._transports.base import Bytes, Handle, Steps
 
-# Tags of the user's are below this, those of further pieces from it on.
+# Tags of the user's are below this, those of further pieces from it on; the last is for `trade`.
 TAGS: Final = 1 << 20
+_TRADED: Final = 2 * TAGS - 1
 
 
 class Message(NamedTuple):
@@ -74,7 +75,7 @@ class _Finished(NamedTuple):
         return self.result
 
 
-class _Outgoing(NamedTuple):
+class Outgoing(NamedTuple):
     """An array on its way: its envelope, with few elements inside it or many behind it.
 
     Bytes and copies are counted.
@@ -382,7 +383,7 @@ class Messenger:
             and group.engine.idle
         )
 
-    def _send_here(self, outgoing: _Outgoing, wait: MessageWait) -> Steps:
+    def _send_here(self, outgoing: Outgoing, wait: MessageWait) -> Steps:
         """Send a message."""
         self._statistics.count("send", outgoing.nbytes, outgoing.copies)
         self._group.unmatched += 1
@@ -404,7 +405,7 @@ class Messenger:
         return result
 
     def _exchange(
-        self, outgoing: _Outgoing, dest: int, wait: MessageWait, like: Any, out: Any, status: Status
+        self, outgoing: Outgoing, dest: int, wait: MessageWait, like: Any, out: Any, status: Status
     ) -> Steps:
         """Receive a message beside one that is sent."""
         self._statistics.count("send", outgoing.nbytes, outgoing.copies)
@@ -509,61 +510,84 @@ class Messenger:
     ) -> Message:
         """Return a message to send; the receiver is told what is `wrong` with another argument."""
         if dest is PROC_NULL:
-            self._read(x)
+            self.read(x)
             return Message(_nothing(), None, _check_tag(tag), "send to no rank", unmatched=0)
         dest, tag = check_rank(dest, self._group.size, "dest"), _check_tag(tag)
         doing = f"send to rank {dest} with tag {tag}"
         try:
             if wrong is not None:
                 raise wrong
-            outgoing = self._read(x, out)
+            outgoing = self.read(x, out)
         except Exception as error:
             name_operation(error, "send")
             return Message(_send_error(self._group, error, dest, tag), dest, tag, doing)
         steps = self._send(outgoing, dest, tag)
         return Message(steps, dest, tag, doing, outgoing.nbytes, outgoing.copies)
 
-    def _outgoing(self, x: Any, out: Any = None) -> _Outgoing | None:
-        """Return `_read`, or None if there is something wrong with the array."""
+    def _outgoing(self, x: Any, out: Any = None) -> Outgoing | None:
+        """Return `read`, or None if there is something wrong with the array."""
         try:
-            return self._read(x, out)
+            return self.read(x, out)
         except Exception:
             return None
 
-    def _read(self, x: Any, out: Any = None) -> _Outgoing:
-        """Return an array on its way, which may be written to as `out` meanwhile."""
+    def read(self, x: Any, *outs: Any) -> Outgoing:
+        """Return an array on its way, which may be written to as one of `outs` meanwhile."""
         if isinstance(x, Pickled):
             data = dumps(x.obj)
             return self._outgoing_of(envelopes.start_of_pickle(len(data)), data, 0)
         source, place = view(x), self._place()
         start, (flat, copies) = envelopes.start_of(source, place), flatten(source)
         data = flat.view(np.uint8)
-        if out is not None and not envelopes.has_room(start, len(data)) and _may_change(data, out):
+        if not envelopes.has_room(start, len(data)) and any(_may_change(data, out) for out in outs):
             data, copies = data.copy(), copies + 1
         return self._outgoing_of(start, data, copies)
 
-    def _outgoing_of(self, start: bytes, data: Bytes, copies: int) -> _Outgoing:
+    def _outgoing_of(self, start: bytes, data: Bytes, copies: int) -> Outgoing:
         """Return bytes on their way, behind the head and the text of their envelope."""
         if envelopes.has_room(start, len(data)):
             envelope = np.frombuffer(start + data.tobytes(), np.uint8)
-            return _Outgoing(envelope, None, len(data), copies)
+            return Outgoing(envelope, None, len(data), copies)
         envelope = np.frombuffer(bytearray(start), np.uint8)
-        return _Outgoing(envelope, data, len(data), copies)
+        return Outgoing(envelope, data, len(data), copies)
 
-    def _begin(self, outgoing: _Outgoing, dest: int, tag: int) -> list[Handle]:
+    def _begin(self, outgoing: Outgoing, dest: int, tag: int) -> list[Handle]:
         """Begin to send an envelope and what follows it, which is to be waited for first."""
         transport, envelope, data = self._group.transport, outgoing.envelope, outgoing.data
         self._group.sent[dest, tag][0] += 1
         if data is None:
             return [transport.send(envelope, dest, tag)]
         # A number for the further pieces, which no message under way has.
-        self._pieces = pieces = (self._pieces + 1) % TAGS
+        self._pieces = pieces = (self._pieces + 1) % (TAGS - 1)
         envelopes.set_pieces(envelope, pieces)
         begun = transport.send(envelope, dest, tag)
         return [*(transport.send(piece, dest, TAGS + pieces) for piece in cut(data)), begun]
 
-    def _send(self, outgoing: _Outgoing, dest: int, tag: int) -> Steps:
+    def _send(self, outgoing: Outgoing, dest: int, tag: int) -> Steps:
         yield from self._begin(outgoing, dest, tag)
+
+    def trade(
+        self, sends: list[tuple[Outgoing, int]], receives: list[tuple[int, Any, Any]]
+    ) -> Steps:
+        """Send and receive as the ranks agreed to, beside users' messages; return what came.
+
+        Each is a message and its rank, and a rank with `like` and `out`. Several with one rank come
+        in the order in which they go. An error of one is raised once all are through.
+        """
+        results, undelivered, tags = list[Any](), list[UndeliveredError](), range(_TRADED, 2 * TAGS)
+        coming = [self._recv(rank, tags, like, out, Status()) for rank, like, out in receives]
+        begun = [next(each) for each in coming]
+        sent = [handle for each, rank in sends for handle in self._begin(each, rank, _TRADED)]
+        for handle, rest in zip(begun, coming, strict=True):
+            yield handle
+            try:
+                results.append((yield from rest))
+            except UndeliveredError as error:
+                undelivered.append(error)
+        yield from sent
+        if undelivered:
+            raise undelivered.pop(0)
+        return results
 
     # Receiving
 
@@ -678,6 +702,8 @@ def _each(handles: list[Handle]) -> Steps:
 
 def _may_change(data: Bytes, out: Any) -> bool:
     """Return whether elements may change when `out` is written to."""
+    if out is None:
+        return False
     try:
         into = view(out, "out")
     except Exception:

@@ -64,3 +64,48 @@ def test_places_are_of_the_framework_of_the_array(comm: Communicator, torch, jax
         assert values.tolist() == [1.0, 0.0]
     with pytest.raises(TypeError, match="minloc: op 'min' is not defined for complex128"):
         comm.minloc(1j)
+
+
+@each_rank_of("several", "torch")
+def test_neighbors_exchange_in_place_and_like_the_blocks(comm: Communicator, torch) -> None:
+    grid = comm.grid(1, True)
+    before, after = grid.shift(0)
+    x, out = torch.full((2, 20_000), float(comm.rank)), np.empty(20_000, np.float32)
+    got = grid.neighbor_alltoall([x[0], np.full(20_000, comm.rank)], out=[None, out])
+    assert type(got[0]) is torch.Tensor
+    assert (got[0] == before).all()
+    assert got[1] is out
+    assert (out == after).all()
+    assert grid.stats()["neighbor_alltoall"]["copies"] == 0
+    grid.free()
+
+
+@each_rank_of("several")
+def test_a_wrong_exchange_is_an_error_on_every_rank(comm: Communicator) -> None:
+    grid = comm.grid(1, True)
+    u, last = np.zeros((4, 4)), comm.rank == comm.size - 1
+    for wrong, text in (
+        ({"blocks": [1]}, "blocks must be 2 arrays, two for each dimension; got 1"),
+        ({"blocks": [1, 2], "out": [u]}, "out must be 2 arrays, two for each dimension; got 1"),
+        ({"blocks": [1, "a"]}, "x must be an array"),
+        ({"blocks": [1, 2], "out": [u[0], u[:, 0]]}, "out share elements"),
+    ):
+        raised = (TypeError, ValueError) if last else ac.PeerError
+        with pytest.raises(raised, match=f"neighbor_alltoall: .*{text}"):
+            grid.neighbor_alltoall(**wrong if last else {"blocks": [1, 2]})
+    if last:
+        with pytest.raises(ValueError, match=r"neighbor_alltoall: out must have the shape"):
+            grid.neighbor_alltoall([u, u], out=[np.zeros(3), None])
+    else:
+        grid.neighbor_alltoall([u, u])
+    with pytest.raises(ac.MismatchError, match="neighbor_alltoall"):
+        grid.barrier() if last else grid.neighbor_alltoall([u, u])
+
+
+@each_rank_of("several")
+def test_a_neighbor_that_does_not_come_is_named(comm: Communicator) -> None:
+    grid = comm.dup(check=False).grid(1, True)
+    if comm.rank == 1:
+        with pytest.raises(ac.CommTimeoutError, match="rank 0 is missing"):
+            grid.neighbor_alltoall([1, 2], timeout=0.2)
+    comm.barrier()
