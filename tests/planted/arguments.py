@@ -88,7 +88,7 @@ ARGUMENTS: Final = (
     Fault(
         "sent while written: `sendrecv` sends a long array that its result is written over",
         _MESSAGES,
-        "        if out is not None and not envelopes.has_room(start, len(data)) and _may_change(data, out):",
+        "        if not envelopes.has_room(start, len(data)) and any(_may_change(data, out) for out in outs):",
         "        if False:",
         _RECEIVED,
     ),
