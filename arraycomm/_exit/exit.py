@@ -27,7 +27,6 @@ from arraycomm._protocol.group import Group
 from arraycomm._protocol.leaving import leave_in_step
 from arraycomm._protocol.waits import clock
 from arraycomm._protocol.waits.waiting import looks
-from arraycomm._transports.mpi.files import remove_mpi_files
 from arraycomm._transports.notes import ENDED, FINALIZED, GONE
 
 # Seconds in which the thread of a group's requests ends, and those in which MPI, or Python, does.
@@ -441,7 +440,7 @@ def _leave_without_mpi(least: int) -> None:
     watched = _watched()
     _linger(watched)
     if not any(group.transport.shrinks for group in watched):
-        remove_mpi_files()
+        process_watch.remove_mpi_files()
     if _process.interrupted:
         os._exit(_INTERRUPTED)
     if _at_c_exit is None:

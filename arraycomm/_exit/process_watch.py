@@ -24,7 +24,6 @@ from arraycomm._launch import Ancestor, find_launcher
 from arraycomm._protocol.waits import clock
 from arraycomm._protocol.waits.still_waiting import say
 from arraycomm._transports.base import Handle
-from arraycomm._transports.mpi.files import remove_mpi_files
 
 # Seconds between two looks.
 _INTERVAL: Final = 1.0
@@ -33,6 +32,7 @@ _INTERVAL: Final = 1.0
 _FOR_EVER: Final = 60.0
 # Seconds that a program has to act on the signal.
 _PATIENCE: Final = 10.0
+_MPI_FILES: Final = ("/dev/shm/mpich_shm_", "/dev/shm/sm_segment.", "/dev/shm/vader_segment.")
 _TRANSPORTS: Final = str(Path(str(_transports.__file__)).parent)
 
 
@@ -88,3 +88,25 @@ def _end(reason: str, stack: Sequence[str] = ()) -> None:
     time.sleep(_PATIENCE)
     remove_mpi_files()
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def remove_mpi_files() -> None:
+    """Remove the files of this job's MPI; for a process that ends without MPI_Finalize.
+
+    Every rank maps those of all ranks of its node.
+    """
+    for path in _mapped_files():
+        with suppress(OSError):
+            os.unlink(path)
+
+
+def _mapped_files() -> set[str]:
+    try:
+        maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return set()
+    return {line.split()[-1] for line in maps.splitlines() if _is_mpi_file(line)}
+
+
+def _is_mpi_file(line: str) -> bool:
+    return any(prefix in line for prefix in _MPI_FILES) and not line.endswith("(deleted)")

@@ -77,13 +77,8 @@ def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
 def find_launcher(environment: Mapping[str, str], *, mpi: bool = True) -> Launcher:
     """Return the launcher of the MPI that mpi4py loads in this interpreter.
 
-    Unless `mpi` is needed, processes of this node will do if there is no MPI at all.
-
-    Raises
-    ------
-    BackendUnavailableError
-        There is no MPI, or no mpiexec of it: one of another MPI would start ranks that do not find
-        one another, or fail.
+    An mpiexec of another MPI would start ranks that do not find one another, or fail. Unless `mpi`
+    is needed, processes of this node will do if there is no MPI at all.
     """
     try:
         library = find_library(environment)

@@ -45,13 +45,7 @@ def is_chosen(environment: Mapping[str, str]) -> bool:
 
 
 def find_library(environment: Mapping[str, str]) -> Library:
-    """Return the MPI that mpi4py loads here, as found by another process, which starts no MPI.
-
-    Raises
-    ------
-    BackendUnavailableError
-        None can be loaded.
-    """
+    """Return the MPI that mpi4py loads here, as found by another process, which starts no MPI."""
     found = _probed(environment)
     if isinstance(found, Library):
         return found

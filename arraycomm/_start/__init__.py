@@ -7,7 +7,7 @@ opened      the ranks agree on version, arguments and memory, and have made thei
 
 what the environment says       choice         then
 nothing                         self           `opened.open_alone`
-an MPI launcher, or MPI runs    mpi, nccl      `containers` -> MPI begins -> `meeting` -+
+an MPI launcher, or MPI runs    mpi, nccl      `before_mpi` -> MPI begins -> `meeting` -+
 numbers of processes            processes      `joining` -> texts by process 0 ---------+
 torch.distributed has a store   (its group)    texts by the store ----------------------+
 a contradiction, or children    error                                                   |

@@ -176,18 +176,7 @@ class Meeting:
 
 
 def join(found: Numbering, environment: Mapping[str, str]) -> Meeting:
-    """Return a connection to all others, once all have come; process 0 serves them.
-
-    Raises
-    ------
-    BackendUnavailableError
-        The address cannot be used, two processes have the same number, or they do not agree on how
-        many there are.
-    CommTimeoutError
-        Some did not come in time.
-    TransportError
-        One has ended.
-    """
+    """Return a connection to all others, once all have come; process 0 serves them."""
     limit = seconds_to_start(environment)
     deadline = time.monotonic() + limit
     while True:

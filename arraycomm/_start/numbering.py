@@ -52,15 +52,7 @@ class Numbering(NamedTuple):
 
 
 def numbering(environment: Mapping[str, str]) -> Numbering | None:
-    """Return what the environment says about processes without an MPI launcher, None if nothing.
-
-    Raises
-    ------
-    BackendUnavailableError
-        Some variables are missing, or the processes are on several hosts.
-    ValueError
-        A variable has a value that is none.
-    """
+    """Return what the environment says about processes without an MPI launcher, None if nothing."""
     if any(environment.get(name) for name in _OWN):
         return _by_own_variables(environment)
     return _by_torchrun(environment) if by_torchrun(environment) else None

@@ -16,11 +16,10 @@ from arraycomm._launch.probe import hidden, in_short
 from arraycomm._native.build import seen
 from arraycomm._protocol.group import Options
 from arraycomm._start.arguments import Arguments, agree, refuse_different, seconds_of
-from arraycomm._start.containers import about_memory, prepare_mpi, refuse_apart
+from arraycomm._start.before_mpi import about_memory, check_room, prepare_mpi, refuse_apart
 from arraycomm._start.meeting import begin_mpi, finish, meet, ranks_here
 from arraycomm._start.opened import Opened, open_root
 from arraycomm._transports.base import Transport
-from arraycomm._transports.mpi.files import check_room
 
 _BACKENDS: Final = ("auto", "mpi", "nccl")
 

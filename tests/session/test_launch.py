@@ -8,9 +8,9 @@ import pytest
 
 from arraycomm import BackendUnavailableError
 from arraycomm._launch import Launch, detect, launched
+from arraycomm._start import before_mpi
 from arraycomm._start.choice import choose_start
 from arraycomm._start.numbering import Numbering, Place, numbering
-from arraycomm._transports.mpi import files as mpi_files
 
 OWN = {
     "ARRAYCOMM_COORDINATOR_ADDRESS": "127.0.0.1:4321",
@@ -167,13 +167,13 @@ def test_contradictions_are_refused(starts, environment, backend, said) -> None:
 
 def test_mpi_of_the_mpich_family_needs_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would end the process, with an error that names none."""
-    monkeypatch.setattr(mpi_files, "_SHARED", "/dev/no-shared-memory")
+    monkeypatch.setattr(before_mpi, "_SHARED", "/dev/no-shared-memory")
     with pytest.raises(
         BackendUnavailableError, match=r"there is no /dev/no-shared-memory; make it"
     ):
-        mpi_files.check_room({"MPI_LOCALNRANKS": "2"}, dict)
+        before_mpi.check_room({"MPI_LOCALNRANKS": "2"}, dict)
     for alone in ({}, {"MPI_LOCALNRANKS": "1"}):
-        mpi_files.check_room(alone, dict)
+        before_mpi.check_room(alone, dict)
 
 
 def test_what_ranks_have_taken_that_have_begun_is_not_missing() -> None:
@@ -181,6 +181,6 @@ def test_what_ranks_have_taken_that_have_begun_is_not_missing() -> None:
     ranks = 1000 * (os.statvfs("/dev/shm").f_blocks >> 8)
     environment = {"MPI_LOCALNRANKS": str(ranks)}
     with pytest.raises(BackendUnavailableError, match=r"MiB free of .*; make it larger"):
-        mpi_files.check_room(environment, lambda: {0: False})
-    mpi_files.check_room(environment, lambda: {0: False, 1: True})
+        before_mpi.check_room(environment, lambda: {0: False})
+    before_mpi.check_room(environment, lambda: {0: False, 1: True})
     assert environment["UCX_TLS"] == "^posix"

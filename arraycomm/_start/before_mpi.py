@@ -1,4 +1,4 @@
-"""What MPI has to know of containers before it begins.
+"""What MPI needs before it begins: room in shared memory, and what it has to know of containers.
 
 Ranks of one node tell one another numbers of processes, and names of files in /dev/shm. In another
 container these mean something else: MPI would wait for ever, crash, or take a rank's own memory for
@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator, MutableMapping, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -26,6 +27,70 @@ _BTL: Final = "OMPI_MCA_btl"
 _SERVER: Final = "PMIX_SERVER_URI"
 # Seconds in which the launcher, which is on this host, answers.
 _ANSWER: Final = 2.0
+_MIB: Final = 1 << 20
+# How many files an error names.
+_NAMED: Final = 3
+_SHARED: Final = "/dev/shm"
+
+
+def check_room(
+    environment: MutableMapping[str, str], ranks_here: Callable[[], Mapping[int, bool]]
+) -> None:
+    """Raise if an MPI of the MPICH family would find too little shared memory, and crash.
+
+    It maps its files before it knows whether there is memory for them. UCX asks, but may crash if
+    there is none: it is to do without files if there may be too little. `ranks_here` tells which
+    ranks of this node have begun: what these have taken is not missing.
+    """
+    ranks = environment.get("MPI_LOCALNRANKS", "")
+    if not ranks.isdigit() or (int(ranks) == 1 and not os.path.isdir(_SHARED)):
+        return
+    # Measured with 1 to 16 ranks.
+    needed = max(min(24 + 2 * int(ranks), 64), int(ranks) * 33 // 32 + 1)
+    missing = _missing(needed * _MIB)
+    if missing and not any(ranks_here().values()):
+        raise BackendUnavailableError(
+            f"init: MPI needs {needed} MiB of shared memory for {ranks} ranks on one node, but "
+            f"{missing}"
+        )
+    if _missing((24 + 12 * int(ranks)) * _MIB):
+        environment.setdefault("UCX_TLS", "^posix")
+
+
+def _missing(nbytes: int) -> str:
+    """Say what shared memory lacks, and what to do; empty if there is room for `nbytes`."""
+    if not os.path.isdir(_SHARED):
+        return (
+            f"there is no {_SHARED}; make it, for example with: mkdir {_SHARED} && mount -t tmpfs "
+            f"tmpfs {_SHARED}"
+        )
+    found = os.statvfs(_SHARED)
+    size, free = (blocks * found.f_frsize for blocks in (found.f_blocks, found.f_bavail))
+    if size and free < nbytes:
+        return (
+            f"{_SHARED} has {free / _MIB:.3g} MiB free of {size / _MIB:.3g}{_largest()}; make it "
+            "larger, for example with: docker run --shm-size=1g, or mount -o remount,size=1g "
+            f"{_SHARED}"
+        )
+    try:
+        with tempfile.TemporaryFile(dir=_SHARED):
+            return ""
+    except OSError as error:
+        return (
+            f"no file can be made in {_SHARED} ({error.strerror}){_largest()}; let this user write "
+            f"there, for example with: mount -o remount,rw,nr_inodes=1m,mode=1777 {_SHARED}"
+        )
+
+
+def _largest() -> str:
+    """Name the largest files in shared memory."""
+    sizes = dict[str, int]()
+    for path in Path(_SHARED).iterdir():
+        with suppress(OSError):
+            sizes[path.name] = path.lstat().st_blocks * 512
+    files = sorted(sizes, key=sizes.__getitem__, reverse=True)[:_NAMED]
+    named = ", ".join(f"{name}: {sizes[name] / _MIB:.3g} MiB" for name in files)
+    return f" ({named}; remove what jobs have left behind)" if files else ""
 
 
 def prepare_mpi(environment: MutableMapping[str, str]) -> None:
