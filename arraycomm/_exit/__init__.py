@@ -1,11 +1,12 @@
 """How a process comes to its end without leaving other ranks behind.
 
-meeting         the ranks of a node meet before MPI begins
+to leave        to make no further call, and to have told the other ranks so, with a state
+well            by the end of the program, without an error that nobody has seen
+family          a group, and all groups made from it: they end together
+
 exit            what a process does at its end, in whichever way it ends
 ending          waits for the ends of others
-leaving         a rank says in a step that it makes no further call
-launcher        what launched this process
-process_watch   processes of this node that are gone
+process_watch   ends this process if nothing else would
 
 the end                        is seen by                          and told as   then
 the program is over            `atexit`                            ENDED         waits for others

@@ -1,4 +1,11 @@
-"""What this process can know of its launch: by its environment, and by its ancestors."""
+"""What this process can know of its launch: by its environment, and by its ancestors.
+
+places      on which host it is, with which cores, and in which namespaces
+library     which MPI mpi4py loads, as `probe.py` finds it without that MPI's beginning
+
+A launch is what started this process as one of several: an MPI launcher, torchrun, or whoever set
+variables that number processes.
+"""
 
 from __future__ import annotations
 

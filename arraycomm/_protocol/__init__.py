@@ -5,6 +5,6 @@ agreement   the headers of all ranks in one step: they agree, or all raise the s
 details     what ranks say in further steps, once headers differ
 engine      drives the generators of one group, in order
 waits       waiting for other ranks, and what ends that
-ends        how a process comes to its end
+leaving     the last step of a group, in which ranks tell that they leave
 group       the state of one communicator on this rank
 """
