@@ -18,6 +18,7 @@ import pytest
 
 from arraycomm import BackendUnavailableError
 from arraycomm._jobs import launchers, relay
+from arraycomm._launch import places
 from arraycomm._launch.library import MPICH, OPEN_MPI, Library
 from arraycomm.cli import main
 from tests.support.launcher import is_open_mpi, needs_mpiexec, run_python
@@ -436,9 +437,9 @@ def test_batch_systems_say_how_many_nodes_there_are(tmp_path: Path) -> None:
 
 
 def test_the_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launchers, "cores", lambda: 16)
-    assert [launchers.threads_for(n, {}) for n in (1, 3, 16, 40)] == [16, 5, 1, 1]
-    assert launchers.threads_for(3, {"OMP_NUM_THREADS": "2,1"}) == 2
+    monkeypatch.setattr(places, "cores", lambda: 16)
+    assert [places.threads_for(n, {}) for n in (1, 3, 16, 40)] == [16, 5, 1, 1]
+    assert places.threads_for(3, {"OMP_NUM_THREADS": "2,1"}) == 2
 
 
 @pytest.fixture
