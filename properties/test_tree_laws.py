@@ -21,7 +21,7 @@ from arraycomm import MismatchError, allreduce_gradients, allreduce_tree, synchr
 from arraycomm._reduce import segment
 from arraycomm._training.rounds import Bucket, Place, Rounds
 from arraycomm._trees import fusion, layout, pytrees
-from arraycomm._trees.layout import cut, lay_out, messages, slots_of
+from arraycomm._trees.layout import cut, lay_out, slots_of, transfers
 from arraycomm.testing import given as given_on_ranks
 from arraycomm.testing import strategies as ranked
 from arraycomm.testing._arrays.frameworks import elements_of
@@ -107,7 +107,7 @@ def test_every_leaf_lies_in_one_message_and_a_large_one_alone(specs, bucket_byte
     places = [slot.elements.start * slot.dtype.itemsize for slot in slots]
     sizes = [dtype.itemsize * int(np.prod(shape)) for dtype, shape in specs]
     found: set[int] = set()
-    for dtype, start, stop, alone in messages(buckets, least):
+    for dtype, start, stop, alone in transfers(buckets, least):
         # Messages follow one another, with gaps behind leaves.
         assert 0 <= start - end < 64
         assert start % 64 == 0

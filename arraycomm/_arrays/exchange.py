@@ -81,10 +81,10 @@ def exchange(x: Any, to: Any, *, copy: bool | None = None) -> Any:
     array([2., 1., 0.], dtype=float32)
     """
     with naming("exchange"):
-        return _exchanged(x, to, copy)
+        return _taken_over(x, to, copy)
 
 
-def _exchanged(x: Any, to: Any, copy: bool | None) -> Any:
+def _taken_over(x: Any, to: Any, copy: bool | None) -> Any:
     if copy not in {None, True, False}:
         raise ValueError(f"copy must be None, True or False; got {copy!r}")
     origin = result_prototype(x, "x")

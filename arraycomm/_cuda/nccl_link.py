@@ -221,7 +221,7 @@ class NcclLink(DeviceLink):
 
     # Reductions
 
-    def native(self, op: str, dtype: DType) -> bool:
+    def reduces(self, op: str, dtype: DType) -> bool:
         kind = kind_of(dtype)
         allowed = _EXACT if self._reproducible else _EXACT | _ROUNDED
         return op in allowed.get(kind, ()) and BY_DTYPE[_part(dtype)].nccl is not None

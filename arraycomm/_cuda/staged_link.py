@@ -81,7 +81,7 @@ class HostStagedLink(DeviceLink):
 
     # Chunk by chunk
 
-    def native(self, op: str, dtype: DType) -> bool:
+    def reduces(self, op: str, dtype: DType) -> bool:
         """Return True: the host reduces every dtype, by the same rules as a device."""
         return True
 

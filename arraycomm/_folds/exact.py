@@ -45,7 +45,7 @@ def fold_exactly(dtype: DType, rows: Sequence[Array], out: Array) -> None:
         all_lost, rest = _add(all_lost, lost)
         failed += np.abs(rest)
     found, left = _add(sums, all_lost)
-    narrower = _part(dtype) != np.float64
+    narrower = _real_dtype(dtype) != np.float64
     if narrower:
         found = _made_odd(found, left)
     for place in np.flatnonzero(~(failed == 0)):
@@ -55,7 +55,7 @@ def fold_exactly(dtype: DType, rows: Sequence[Array], out: Array) -> None:
 
 def add_rows(dtype: DType, x: Array, words: Array) -> None:
     """Add the rows of an array to the words of each column, one row of `words` for each."""
-    reals = _part(dtype)
+    reals = _real_dtype(dtype)
     columns = np.ascontiguousarray(x).view(reals) if kind_of(dtype) is Kind.COMPLEX else x
     table = words.reshape(columns.shape[1], -1)
     step = max(_BLOCK // len(table), 1)
@@ -67,21 +67,21 @@ def add_rows(dtype: DType, x: Array, words: Array) -> None:
 
 def round_words(dtype: DType, words: Array, out: Array) -> None:
     """Round the words of each element to that element of `out`."""
-    part = _part(dtype)
+    part = _real_dtype(dtype)
     table = words.reshape(-1, _SUM_WORDS + 3)
     found = [_rounded(row.tolist(), odd=part != np.float64) for row in table]
     with np.errstate(all="ignore"), ieee_mode():
         _narrow(np.array(found, np.float64), out)
 
 
-def _part(dtype: DType) -> DType:
+def _real_dtype(dtype: DType) -> DType:
     """Return the dtype of the parts of a complex number, or that of a real one."""
     return np.empty(0, dtype).real.dtype if kind_of(dtype) is Kind.COMPLEX else dtype
 
 
 def _reals(row: Array) -> Array:
     """Return the elements, or their parts, as doubles of their own."""
-    return np.ascontiguousarray(row).view(_part(row.dtype)).astype(np.float64)
+    return np.ascontiguousarray(row).view(_real_dtype(row.dtype)).astype(np.float64)
 
 
 def _add(a: Array, b: Array) -> tuple[Array, Array]:
@@ -104,7 +104,7 @@ def _made_odd(rounded: Array, left: Array) -> Array:
 
 def _narrow(found: Array, out: Array) -> None:
     """Round doubles, which are odd unless the dtype has as many bits, to elements."""
-    into = out.view(_part(out.dtype))
+    into = out.view(_real_dtype(out.dtype))
     if kind_of(out.dtype) is not Kind.NARROW:
         into[...] = found
         return

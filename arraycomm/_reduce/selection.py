@@ -39,7 +39,7 @@ def select(link: Link, op: object, dtype: DType, nbytes: int) -> Algorithm:
         return algorithm
     if not isinstance(op, str):
         return Algorithm.FUNCTION
-    if link.native(op, dtype):
+    if link.reduces(op, dtype):
         return Algorithm.NATIVE
     if algorithm is Algorithm.SLICES and isinstance(link, Transport):
         if is_preferred(link, nbytes):

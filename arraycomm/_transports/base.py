@@ -125,7 +125,7 @@ class Link(abc.ABC):
     def prefixes(self, op: str, dtype: DType, rows: Sequence[Flat], outs: Sequence[Flat]) -> None:
         """Fold the rows 0 to k into `outs[k]`."""
 
-    def native(self, op: str, dtype: DType) -> bool:
+    def reduces(self, op: str, dtype: DType) -> bool:
         """Return whether this link's own `allreduce` gives the promised result."""
         return False
 

@@ -19,7 +19,16 @@ from arraycomm._reduce.segment import ROWS, SharedSegment, segment_of
 from arraycomm._transports.base import Bytes, Steps, Transport
 from arraycomm._trees.buffers import BufferPool, Packed, Sources, copy_into
 from arraycomm._trees.held import ChunkTables, Held, hold, table_of
-from arraycomm._trees.layout import LeafSlot, Message, Part, Spec, cut, lay_out, messages, slots_of
+from arraycomm._trees.layout import (
+    LeafSlot,
+    Part,
+    Spec,
+    Transfer,
+    cut,
+    lay_out,
+    slots_of,
+    transfers,
+)
 from arraycomm._trees.shared_memory import ChunkLayout
 
 # To write results over smaller leaves takes longer than to write them elsewhere.
@@ -51,7 +60,7 @@ class Fusion:
         # A table of all leaves in the buffer.
         self.whole = table_of(self._parts)
         # Made when leaves first go between nodes, with what is copied for them.
-        self._messages: tuple[Message, ...] | None = None
+        self._messages: tuple[Transfer, ...] | None = None
         self._together = self.whole
 
     def hold(self, arrays: list[Any]) -> Held | None:
@@ -123,7 +132,7 @@ class Fusion:
     ) -> Steps:
         """Reduce large leaves from where they lie, and the others in `packed`."""
         if self._messages is None:
-            self._messages = tuple(messages(self.buckets, _ALONE * link.size))
+            self._messages = tuple(transfers(self.buckets, _ALONE * link.size))
             alone = {message.leaf for message in self._messages}
             self._together = table_of(part for part in self._parts if part.leaf not in alone)
         flats = self._flats(sources)

@@ -104,7 +104,7 @@ def slots_of(specs: tuple[Spec, ...], buckets: Iterable[Bucket]) -> tuple[LeafSl
     return tuple(slots[leaf] for leaf in range(len(specs)))
 
 
-class Message(NamedTuple):
+class Transfer(NamedTuple):
     """The bytes `start` to `stop` of consecutive buckets: all those of one leaf, or of several."""
 
     dtype: DType
@@ -113,7 +113,7 @@ class Message(NamedTuple):
     leaf: int | None
 
 
-def messages(buckets: Iterable[Bucket], least: int) -> Iterator[Message]:
+def transfers(buckets: Iterable[Bucket], least: int) -> Iterator[Transfer]:
     """Cut consecutive buckets into messages: leaves of `least` bytes or more have their own."""
     base = 0
     for bucket in buckets:
@@ -122,13 +122,13 @@ def messages(buckets: Iterable[Bucket], least: int) -> Iterator[Message]:
             if nbytes < least:
                 continue
             if start < base + offset:
-                yield Message(bucket.dtype, start, base + offset, None)
+                yield Transfer(bucket.dtype, start, base + offset, None)
             start = base + offset + nbytes
-            yield Message(bucket.dtype, base + offset, start, leaf)
+            yield Transfer(bucket.dtype, base + offset, start, leaf)
             start += -nbytes % ALIGNMENT
         base += bucket.nbytes
         if start < base:
-            yield Message(bucket.dtype, start, base, None)
+            yield Transfer(bucket.dtype, start, base, None)
 
 
 def cut(buckets: Iterable[Bucket], chunk_bytes: int) -> Iterator[Chunk]:

@@ -227,7 +227,7 @@ class RunPlan(TreeReduction):
         self.nbytes, self.copies = parts.device_bytes, len(parts.on_device)
         return parts.sources
 
-    def look(self) -> Leaves:
+    def view_leaves(self) -> Leaves:
         return self._leaves or Leaves(self._flat, self.placement.view)
 
     def pack(self, room: int) -> Bytes | None:

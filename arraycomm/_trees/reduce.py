@@ -67,7 +67,7 @@ class TreeReduction(Operation):
     op: str
     fusion: Fusion
 
-    def look(self) -> Leaves:
+    def view_leaves(self) -> Leaves:
         """Return the leaves with their views."""
         raise NotImplementedError
 
@@ -116,7 +116,7 @@ class AllreduceTree(TreeReduction):
         self.nbytes = self.fusion.nbytes + self.parts.device_bytes
         self.copies = len(self.parts.present) + len(self.parts.on_device)
 
-    def look(self) -> Leaves:
+    def view_leaves(self) -> Leaves:
         return self.leaves
 
     def fusion_of(self, specs: tuple[Spec, ...]) -> Fusion:
@@ -474,7 +474,7 @@ class SmallTree(Exchanged):
 
 def _check_prepared(call: Call, made: TreeReduction) -> None:
     """Raise for a tree that goes no fast path."""
-    leaves = made.look()
+    leaves = made.view_leaves()
     flat, views = leaves.flat, [leaf for leaf in leaves.views if leaf is not None]
     # Containers that only the full call opens are in no outline.
     if Outline(tuple(flat.paths), flat.structure) != call.key[3] or made.payload is None:

@@ -71,7 +71,7 @@ class Synchronize(Operation):
             self.signature = Signature(self.name, None, self.root)
             return
         self._flat = flatten(tree)
-        self._look_at_leaves()
+        self._view_leaves()
         arrays = [part.array for part in self._parts if part.array is not None]
         specs = tuple((_RAW, (leaf.array.nbytes,)) for leaf in arrays)
         buckets = lay_out(specs, 1 << 62)
@@ -92,7 +92,7 @@ class Synchronize(Operation):
             self.name, None, self.root, leaves=self._described(), settings=settings
         )
 
-    def _look_at_leaves(self) -> None:
+    def _view_leaves(self) -> None:
         """Decide how each leaf is synchronized."""
         pairs = zip(self._flat.leaves, self._flat.paths, strict=True)
         self._parts = [_part(leaf, path) for leaf, path in pairs]

@@ -55,7 +55,7 @@ class DirectMessages:
         messages = Messages(send.buffer, recv.buffer)
         for shift in range(1, size):
             peer = (rank + shift) % size
-            self._exchange(messages, peer, recv.block(peer), send.block(peer))
+            self._swap(messages, peer, recv.block(peer), send.block(peer))
         own = send.block(rank)
         if len(own):
             np.copyto(recv.block(rank), own)
@@ -69,7 +69,7 @@ class DirectMessages:
         later = messages.later
         for peer, takes, sends in self._apart:
             into, block = recv.block(peer)[: None if takes else 0], own[: None if sends else 0]
-            self._exchange(messages, peer, into, block)
+            self._swap(messages, peer, into, block)
         for peer in self._neighbours:
             self._receive(later, recv.block(peer), peer, passed)
             for origin in self._taken[peer]:
@@ -85,7 +85,7 @@ class DirectMessages:
         messages.then = then
         return messages
 
-    def _exchange(self, messages: Messages, peer: int, into: Bytes, block: Bytes) -> None:
+    def _swap(self, messages: Messages, peer: int, into: Bytes, block: Bytes) -> None:
         """Begin the messages with a rank, whole or in pieces, after those of earlier movements."""
         near, before = peer in self._neighbours, self._lanes.get(peer)
         count = 1 if near else self._pieces.count_both(len(into), len(block))

@@ -68,7 +68,7 @@ class MPITransport(Transport):
         self._own = Mailbox()
         # Whether these are looked at first: in turn, so that neither of two streams has to end.
         self._own_first = False
-        known = _look_around(comm) if nodes is None else (nodes, lives or Lives({}))
+        known = _nodes_and_lives(comm) if nodes is None else (nodes, lives or Lives({}))
         self._nodes, self._lives = known
         own = self._nodes[self.rank]
         self.local_rank = self._nodes[: self.rank].count(own)
@@ -232,7 +232,7 @@ def _duplicate(comm: MPI.Intracomm) -> MPI.Intracomm:
     return cast(MPI.Intracomm, made)
 
 
-def _look_around(comm: MPI.Intracomm) -> tuple[Sequence[int], Lives]:
+def _nodes_and_lives(comm: MPI.Intracomm) -> tuple[Sequence[int], Lives]:
     """Return, for each rank, the first rank on its node; and the lives of the ranks on this one."""
     here = cast(MPI.Intracomm, comm.Split_type(MPI.COMM_TYPE_SHARED))
     nodes: list[int] = comm.allgather(here.bcast(comm.rank))

@@ -44,7 +44,7 @@ def kind_letter(dtype: DType) -> str:
     return {"u": "i", "M": "m"}.get(kind, kind)
 
 
-def part_of(dtype: DType) -> DType:
+def real_dtype(dtype: DType) -> DType:
     """Return the dtype of the real and the imaginary part."""
     return np.dtype(f"f{dtype.itemsize // 2}")
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from arraycomm._arrays.buffer import Array
 from arraycomm._dtypes import DType
-from arraycomm.testing._arrays.dtypes import field_dtypes, kind_letter, part_of
+from arraycomm.testing._arrays.dtypes import field_dtypes, kind_letter, real_dtype
 from arraycomm.testing._arrays.layouts import Shape
 
 _INT64: Final[DType] = np.dtype(np.int64)
@@ -43,7 +43,7 @@ def _special_floats(dtype: DType) -> tuple[Any, ...]:
 
 
 def _special_complex(dtype: DType) -> tuple[Any, ...]:
-    parts = _special_floats(part_of(dtype))
+    parts = _special_floats(real_dtype(dtype))
     return (
         *(complex(part, 0.0) for part in parts),
         *(complex(parts[-number], part) for number, part in enumerate(parts)),
@@ -143,7 +143,7 @@ _RANDOM: Final[dict[str, Callable[[DType, int, np.random.Generator], Array]]] = 
     "b": lambda _, count, rng: rng.integers(0, 2, count).astype(bool),
     "i": _random_bits,
     "f": _random_floats,
-    "c": lambda dtype, count, rng: _random_floats(part_of(dtype), 2 * count, rng).view(dtype),
+    "c": lambda dtype, count, rng: _random_floats(real_dtype(dtype), 2 * count, rng).view(dtype),
     "m": _random_bits,
     "S": _random_bits,
     "U": _random_text,

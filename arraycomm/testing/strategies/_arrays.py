@@ -147,7 +147,7 @@ class _Choices:
     # Whether no value in it was drawn from a strategy.
     certain: bool = True
 
-    def settled(self, draw: st.DrawFn) -> _Choices:
+    def without_strategies(self, draw: st.DrawFn) -> _Choices:
         """Draw first the properties that come from strategies, so that the others can fit them."""
         settled = self
         if not isinstance(self.frameworks, tuple):
@@ -266,6 +266,6 @@ def _given_shapes(argument: Any) -> Strategy[Shape]:
 @st.composite
 def _cases(draw: st.DrawFn, choices: _Choices, *, per_rank: bool) -> RankValues[ArrayCase]:
     """Draw one array for each rank, or a single one."""
-    settled = [choices.settled(draw) for _ in range(rank_count() if per_rank else 1)]
+    settled = [choices.without_strategies(draw) for _ in range(rank_count() if per_rank else 1)]
     dtype, shape = _draw_dtype(draw, settled), draw(choices.shapes)
     return RankValues(*(own.case(draw, dtype, shape) for own in settled))

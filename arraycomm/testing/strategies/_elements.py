@@ -17,7 +17,7 @@ from arraycomm.testing._arrays.dtypes import (
     dtype_of,
     field_dtypes,
     kind_letter,
-    part_of,
+    real_dtype,
 )
 from arraycomm.testing._arrays.elements import round_to, specials
 from arraycomm.testing._arrays.layouts import Shape
@@ -98,7 +98,7 @@ def _floats(dtype: DType) -> Strategy[Any]:
 
 
 def _complex(dtype: DType) -> Strategy[Any]:
-    part = _elements(part_of(dtype))
+    part = _elements(real_dtype(dtype))
     return st.builds(complex, part, part)
 
 
