@@ -24,7 +24,7 @@ from arraycomm._reduce.segment import ChunkTask
 from arraycomm._transports.control import SharedControl
 from arraycomm._transports.node_chain import NodeChain, is_chain
 from arraycomm._transports.threads import ThreadsTransport
-from arraycomm._trees import shared_memory
+from arraycomm._trees import held
 from arraycomm.testing import given as given_on_ranks
 from arraycomm.testing import strategies as ranked
 from arraycomm.testing._arrays.rank_values import rank_count
@@ -298,7 +298,7 @@ class _Between(NodeChain):
 
 @pytest.fixture
 def _chained(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(shared_memory, "_PIECE", 64)
+    monkeypatch.setattr(held, "_PIECE", 64)
     with small_chunks(is_quicker=lambda *_: True):
         yield
 

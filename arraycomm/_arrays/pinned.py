@@ -125,16 +125,7 @@ def staged_chunks(
     """Yield the bytes of a device buffer in chunks of pinned memory, copying one chunk ahead.
 
     Each chunk comes with the event after which it is complete, and is valid until the next one is
-    asked for. All copies are on the memory's stream.
-
-    Parameters
-    ----------
-    device_buffer : DeviceBuffer
-        What to read.
-    chunk_bytes : int
-        The size of each chunk but the last.
-    staging : Staging
-        The pool of the two chunks' memory.
+    asked for. All copies are on the memory's stream. The memory of the two chunks is of `staging`.
     """
     chunks, buffers = _halves(device_buffer, chunk_bytes, staging)
     copy = Copy(device_buffer.memory, staging)

@@ -18,7 +18,7 @@ from arraycomm._reduce import algorithms, chain
 from arraycomm._reduce.segment import ROWS, SharedSegment, segment_of
 from arraycomm._transports.base import Bytes, Steps, Transport
 from arraycomm._trees.buffers import BufferPool, Packed, Sources, copy_into
-from arraycomm._trees.held import ChunkTables, Held, hold, table_of
+from arraycomm._trees.held import ChunkLayout, ChunkTables, Held, hold, table_of
 from arraycomm._trees.layout import (
     LeafSlot,
     Part,
@@ -29,7 +29,6 @@ from arraycomm._trees.layout import (
     slots_of,
     transfers,
 )
-from arraycomm._trees.shared_memory import ChunkLayout
 
 # To write results over smaller leaves takes longer than to write them elsewhere.
 LARGE: Final = 64 << 10

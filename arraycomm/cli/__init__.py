@@ -89,14 +89,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit status.
-
-    Parameters
-    ----------
-    argv : sequence of str, optional
-        The arguments after the program's name; those of this process by default. Without any, the
-        help is printed.
-    """
+    """Run a command, with this process's arguments by default, and return its exit status."""
     argv = sys.argv[1:] if argv is None else argv
     _prepare_streams()
     try:

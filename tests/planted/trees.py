@@ -9,7 +9,7 @@ from tests.planted.fault import Fault
 _LEAVES: Final = "arraycomm/_trees/leaves.py"
 _LAYOUT: Final = "arraycomm/_trees/layout.py"
 _BUFFERS: Final = "arraycomm/_trees/buffers.py"
-_SHARED: Final = "arraycomm/_trees/shared_memory.py"
+_SHARED: Final = "arraycomm/_trees/held.py"
 _SEGMENT: Final = "arraycomm/_reduce/segment.py"
 _SYNCHRONIZE: Final = "arraycomm/_trees/synchronize.py"
 _REDUCE: Final = "arraycomm/_trees/reduce.py"

@@ -159,10 +159,9 @@ LARGER = {
     "_cuda.nccl_link:NcclLink": 22,
     "_transports.mpi.transport:MPITransport": 21,
     "arraycomm/_cuda": 18,
-    "arraycomm/_trees": 18,
+    "arraycomm/_trees": 17,
     "adapters/torch": 18,
     "adapters/jax": 17,
-    "arraycomm/_transports/mpi": 17,
 }
 # Of what there is a number only, the same.
 COUNTS = {

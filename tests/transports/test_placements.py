@@ -16,7 +16,8 @@ from arraycomm._reduce import algorithms, chain, chunks
 from arraycomm._training.rounds import Bucket, Place, Rounds
 from arraycomm._transports.base import Blocks, Steps, Transport
 from arraycomm._transports.mpi import pieces as mpi_pieces
-from arraycomm._trees import fusion, shared_memory
+from arraycomm._trees import fusion
+from arraycomm._trees import held as leaves_held
 from arraycomm._trees.held import Held
 from tests.collectives.test_trace import traced
 from tests.support import internals
@@ -156,7 +157,7 @@ def test_a_chain_of_nodes_has_the_bits_of_slices(
     if link.chain is None:
         pytest.skip("these nodes are no chain")
     monkeypatch.setattr(chain, "_CHUNK", 32 << 10)
-    monkeypatch.setattr(shared_memory, "_PIECE", 4 << 10)
+    monkeypatch.setattr(leaves_held, "_PIECE", 4 << 10)
     copied, fill = list[int](), Held.fill
 
     def noted(held: Held, row: np.ndarray, parts: np.ndarray) -> None:
