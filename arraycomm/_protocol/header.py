@@ -3,7 +3,18 @@
 A header is fifteen words of 8 bytes. If the digests of all ranks are equal, the ranks agree. If
 not, two smaller digests tell the call (operation, op, root) from the array (dtype, shape); a rank
 that cannot know its array shows 0 for it, which matches anything. Only this module knows where in a
-header each field lies.
+header each field lies. Word 0 is the stamp, the number of the step, written last; it belongs to the
+control channel.
+
+1      the digest of the words 2, 3, 4 and 15, which is compared
+2      the digest of the call
+3      the digest of the array, or of a tree: paths, dtypes and shapes of its leaves, and settings
+4      the status, the operation's code, the dtype's code, the number of dimensions
+5-12   the shape
+13     the bytes of the payload; -1 if the elements are still to come
+14     the free word
+15     the device flag: 0 if all arrays are on the host, 1 if all are on devices, else a digest of
+       which leaves are
 
 Ranks may differ in the free word, which the digest leaves out. What it says has a type for each
 use:
