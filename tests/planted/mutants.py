@@ -37,6 +37,7 @@ TESTS: Final = {
     "_arrays": "tests/arrays",
     "_calls": "tests/collectives",
     "_collectives": "tests/collectives",
+    "_prepared": "tests/collectives tests/native",
     "_cuda": "tests/cuda",
     "_exit": "tests/session tests/faults",
     "_folds": "tests/native tests/arrays/test_folds.py",

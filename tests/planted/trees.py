@@ -71,8 +71,8 @@ TREES: Final = (
         "large leaf sent with others: "
         "a message of several leaves has the large one behind them as well",
         _LAYOUT,
-        "                yield Message(bucket.dtype, start, base + offset, None)",
-        "                yield Message(bucket.dtype, start, base + offset + nbytes, None)",
+        "                yield Transfer(bucket.dtype, start, base + offset, None)",
+        "                yield Transfer(bucket.dtype, start, base + offset + nbytes, None)",
         ("every_leaf_lies_in_one_message_and_a_large_one_alone",),
     ),
     Fault(
