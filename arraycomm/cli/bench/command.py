@@ -81,10 +81,11 @@ def run(arguments: argparse.Namespace) -> int:
 def report(described: dict[str, Any], lines: Iterator[Line], is_root: bool) -> dict[str, Any]:
     """Return the results with these lines, each printed as soon as it has been measured."""
     results = {**described, "lines": []}
-    say = partial(print, flush=True) if is_root else lambda _: None
-    say(heading(results))
+    if is_root:
+        print(heading(results), flush=True)
     for line in lines:
-        say(f"\n{as_text(line)}")
+        if is_root:
+            print(f"\n{as_text(line)}", flush=True)
         results["lines"].append(line)
     return results
 
