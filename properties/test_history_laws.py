@@ -63,12 +63,12 @@ TREES: Final = ("plan", "tree")
 
 
 class Subject(NamedTuple):
-    """A call that is made again and again, of arrays that have a row of `count` elements for each rank."""
+    """A call that is made again and again, of arrays that have a row of this shape for each rank."""
 
     name: str
     dtype: str
     op: str
-    count: int
+    shape: tuple[int, ...]
     root: int
 
 
@@ -102,11 +102,28 @@ def subject(seed: int, chunk: int, size: int) -> Subject:
     """Return a call of a few elements, or of up to nine chunks and one element more or less."""
     some = random.Random(seed)
     dtype, chunks = some.choice(DTYPES), some.choice((0, 0, 0, 1, 2, 3, 5, 8, 9, 9))
-    count = max(chunks * chunk // (dtype_of(dtype).itemsize * size) + some.randint(-1, 3), 0)
+    count = chunks * chunk // (dtype_of(dtype).itemsize * size) + some.randint(-1, 3)
+    count = count if chunks else some.choice((0, 1, 2, 3, 30, 60))
     op = some.choice(OPS[family(dtype_of(dtype))])
-    return Subject(
-        some.choice([*["allreduce"] * 4, "plan", *CALLS]), dtype, op, count, some.randrange(size)
-    )
+    name, root = some.choice([*["allreduce"] * 4, "plan", *CALLS]), some.randrange(size)
+    return Subject(name, dtype, op, (count,), root)
+
+
+def relative(seed: int, like: Subject, size: int) -> Subject:
+    """Return a call that is like another one but for one thing."""
+    some = random.Random(seed)
+    itemsize = dtype_of(like.dtype).itemsize
+    same = [name for name in DTYPES if like.op in OPS[family(dtype_of(name))]]
+    [count] = like.shape
+    changes: list[dict[str, Any]] = [
+        {"dtype": some.choice([each for each in same if dtype_of(each).itemsize == itemsize])},
+        {"dtype": some.choice([each for each in same if each != like.dtype] or same)},
+        {"op": some.choice(OPS[family(dtype_of(like.dtype))])},
+        {"shape": some.choice(((count, 1), (1, count), (count + 1,)))},
+        {"root": some.randrange(size)},
+        {"name": some.choice([*CALLS])},
+    ]
+    return like._replace(**some.choice(changes))
 
 
 def turn(seed: int, size: int) -> Turn:
@@ -133,7 +150,11 @@ SEEDS: Final = st.integers(0, 2**64 - 1)
 def histories(draw: st.DrawFn) -> History:
     """Draw a history; it shrinks to few turns."""
     chunk, size = draw(st.sampled_from((1 << 10, 4 << 10))), rank_count()
-    called = [subject(seed, chunk, size) for seed in draw(st.lists(SEEDS, min_size=1, max_size=3))]
+    first, *others = draw(st.lists(SEEDS, min_size=1, max_size=4))
+    called = [subject(first, chunk, size)]
+    for seed in others:
+        alike = seed % 3
+        called.append(relative(seed, called[0], size) if alike else subject(seed, chunk, size))
     turns = [turn(seed, size) for seed in draw(st.lists(SEEDS, min_size=4, max_size=12))]
     return History(draw(st.sampled_from(SLOTS)), chunk, draw(st.booleans()), called, turns)
 
@@ -193,8 +214,8 @@ class Player:
 
     def values(self, subject: Subject, number: int, rank: int) -> Array:
         """Return what a rank has in a turn."""
-        seeded = np.random.default_rng((number, rank, subject.count))
-        drawn = seeded.integers(-99, 99, (self.size, subject.count))
+        seeded = np.random.default_rng((number, rank, *subject.shape))
+        drawn = seeded.integers(-99, 99, (self.size, *subject.shape))
         return (drawn > 0 if subject.dtype == "bool" else drawn / 3).astype(subject.dtype)
 
     def placed(
@@ -241,7 +262,7 @@ class Player:
         """Pass on one rank what is not like the others', or no array."""
         wrong: Any = self.rank == subject.root
         of_plan = subject.name == "plan" and turn.subject in self.plans
-        other = np.ones((self.size, subject.count + 1), x.dtype) if of_plan else object()
+        other = np.ones((self.size, subject.shape[0] + 1), x.dtype) if of_plan else object()
         with pytest.raises((TypeError, ValueError) if wrong else ac.PeerError):
             self.call(turn.subject, subject, other if wrong else x.copy(), None)
 

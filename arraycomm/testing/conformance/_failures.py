@@ -216,9 +216,9 @@ class FailureLaws:
             with raises(CommTimeoutError) as caught:
                 call(*calls[name], timeout=limit)
             # Between nodes others may not be known to have come either.
-            missing = re.findall(r"rank (\d+) is missing", str(caught[0]))
-            assert str(culprit) in missing, caught[0]
-            assert str(comm.rank) not in missing, caught[0]
+            named = re.findall(r"rank (\d+) is missing", str(caught[0]))
+            assert str(culprit) in named, caught[0]
+            assert str(comm.rank) not in named, caught[0]
             with raises(CommunicatorClosedError):
                 part.barrier()
         assert comm.allreduce(1) == comm.size
