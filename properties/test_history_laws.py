@@ -101,25 +101,25 @@ class History(NamedTuple):
 def subject(seed: int, chunk: int, size: int) -> Subject:
     """Return a call of a few elements, or of up to nine chunks and one element more or less."""
     some = random.Random(seed)
-    dtype, chunks = some.choice(DTYPES), some.choice((0, 0, 0, 1, 2, 3, 5, 8, 9, 9))
+    dtype, chunks = some.choice(DTYPES), some.choice((*[0] * 6, 1, 2, 3, 5, 8, 9, 9))
     count = chunks * chunk // (dtype_of(dtype).itemsize * size) + some.randint(-1, 3)
     count = count if chunks else some.choice((0, 1, 2, 3, 30, 60))
     op = some.choice(OPS[family(dtype_of(dtype))])
-    name, root = some.choice([*["allreduce"] * 4, "plan", *CALLS]), some.randrange(size)
+    name, root = some.choice([*["allreduce"] * 8, "plan", *CALLS]), some.randrange(size)
     return Subject(name, dtype, op, (count,), root)
 
 
 def relative(seed: int, like: Subject, size: int) -> Subject:
     """Return a call that is like another one but for one thing."""
     some = random.Random(seed)
-    itemsize = dtype_of(like.dtype).itemsize
-    same = [name for name in DTYPES if like.op in OPS[family(dtype_of(name))]]
-    [count] = like.shape
+    [count], own = like.shape, dtype_of(like.dtype)
+    dtypes = [each for each in DTYPES if like.op in OPS[family(dtype_of(each))]]
+    as_long = [each for each in dtypes if dtype_of(each).itemsize == own.itemsize]
     changes: list[dict[str, Any]] = [
-        {"dtype": some.choice([each for each in same if dtype_of(each).itemsize == itemsize])},
-        {"dtype": some.choice([each for each in same if each != like.dtype] or same)},
-        {"op": some.choice(OPS[family(dtype_of(like.dtype))])},
-        {"shape": some.choice(((count, 1), (1, count), (count + 1,)))},
+        *[{"dtype": some.choice([each for each in as_long if each != like.dtype] or dtypes)}] * 3,
+        {"dtype": some.choice(dtypes)},
+        {"op": some.choice(OPS[family(own)])},
+        *[{"shape": some.choice(((count, 1), (1, count), (count + 1,)))}] * 2,
         {"root": some.randrange(size)},
         {"name": some.choice([*CALLS])},
     ]
@@ -132,13 +132,13 @@ def turn(seed: int, size: int) -> Turn:
     return Turn(
         subject=some.randrange(6),
         times=some.randint(1, 4),
-        way=some.choice(("call", "call", "full", "wait", "late")),
+        way=some.choice((*["call"] * 3, "full", "wait", "late")),
         before=some.choice(("", "", "refused", "others")),
-        place=some.choice(("new", "out", "shifted", "shifted", "sliced", "into", "odd")),
-        unusual=some.randint(-1, size - 1),
+        place=some.choice(("new", *["out"] * 2, *["shifted"] * 2, "sliced", "into", "odd")),
+        unusual=some.choice((-1, some.randrange(size))),
         eighths=some.choice((-8, -4, -1, 0, *range(1, 9))),
         elements=some.randint(-1, 1),
-        tensors=torch and some.random() < 0.3,
+        tensors=torch and some.random() < 0.2,
     )
 
 
@@ -150,12 +150,12 @@ SEEDS: Final = st.integers(0, 2**64 - 1)
 def histories(draw: st.DrawFn) -> History:
     """Draw a history; it shrinks to few turns."""
     chunk, size = draw(st.sampled_from((1 << 10, 4 << 10))), rank_count()
-    first, *others = draw(st.lists(SEEDS, min_size=1, max_size=4))
+    first, *others = draw(st.lists(SEEDS, min_size=2, max_size=4))
     called = [subject(first, chunk, size)]
     for seed in others:
-        alike = seed % 3
+        alike = seed % 5
         called.append(relative(seed, called[0], size) if alike else subject(seed, chunk, size))
-    turns = [turn(seed, size) for seed in draw(st.lists(SEEDS, min_size=4, max_size=12))]
+    turns = [turn(seed, size) for seed in draw(st.lists(SEEDS, min_size=8, max_size=20))]
     return History(draw(st.sampled_from(SLOTS)), chunk, draw(st.booleans()), called, turns)
 
 

@@ -58,7 +58,7 @@ _CALLS: Final = {name for name in dir(Communicator) if name[0] != "_"}.union(_FU
 def missing(subject: Any, *functions: Callable[..., Any]) -> list[str]:
     """Return the calls in the code of functions that a subject does not have.
 
-    A name that the code has as a string as well is looked for there, with `hasattr` or `requested`.
+    A name that is in the code as a string as well is looked for there, as with `hasattr`.
     """
     if isinstance(subject, Communicator):
         return []
