@@ -20,6 +20,7 @@ from arraycomm._native import compiled
 from arraycomm.testing import given
 from arraycomm.testing._arrays.dtypes import dtype_of
 from arraycomm.testing._arrays.oracle import COMPLEX, FLOAT, NARROW, same_bits
+from tests.support import internals
 
 Array = np.ndarray[Any, Any]
 
@@ -143,11 +144,17 @@ def pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 
 
 @given(
-    name=st.sampled_from(DTYPES), rows=st.integers(0, 40), columns=st.integers(1, 3), seed=seeds()
+    name=st.sampled_from(DTYPES),
+    rows=st.integers(0, 40),
+    columns=st.integers(1, 12),
+    seed=seeds(),
+    slots=st.sampled_from(((0, 4 << 10, 4 << 10), internals.slots())),
 )
 @pytest.mark.usefixtures("pieces")
-def test_rows_may_be_spread_over_ranks_in_any_way(comm, name, rows, columns, seed) -> None:
-    """In any order; ranks may have no rows."""
+def test_rows_may_be_spread_over_ranks_in_any_way(comm, name, rows, columns, seed, slots) -> None:
+    """In any order; ranks may have no rows. The words of some columns do not fit into a small slot."""
+    with internals.small_limits(comm, slots, 1 << 10):
+        comm = comm.dup()
     dtype, rng = dtype_of(name), np.random.default_rng(seed)
     width = 2 if dtype in COMPLEX else 1
     parts = numbers(dtype, rows * columns * width, seed).reshape(rows, columns * width)
