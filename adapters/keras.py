@@ -57,10 +57,10 @@ def distribute(optimizer: Any, gradients: Any) -> Any:
             f"by themselves; got {gradients.accumulate}; pass gradient_accumulation_steps to the "
             "optimizer instead"
         )
-    if gradients.compressor.states is not None or gradients.compressor.hook is not None:
+    if gradients.compression is not None:
         raise TypeError(
-            'DistributedOptimizer: compression must be "bfloat16", "float16" or None with Keras, '
-            "whose optimizers keep no state of a compression; got an object"
+            'DistributedOptimizer: compression must be "bfloat16", "float16" or None with Keras; '
+            "got an object"
         )
     step = _Step(gradients, _reduction(optimizer, gradients))
     for part in _parts(optimizer):

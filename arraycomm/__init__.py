@@ -43,8 +43,7 @@ if TYPE_CHECKING:
     from arraycomm._jobs.launch import launch
     from arraycomm._training.batches.data import DistributedDataContainer
     from arraycomm._training.comparison.sameness import raise_on_difference
-    from arraycomm._training.compressed.compression import Compression
-    from arraycomm._training.compressed.feedback import ErrorFeedback
+    from arraycomm._training.compression import Compression
     from arraycomm._training.join import Join, join
     from arraycomm._training.metrics import mean_metrics
     from arraycomm._training.optimizer import DistributedOptimizer
@@ -53,10 +52,9 @@ if TYPE_CHECKING:
 
 # Imported on first use: programs that only communicate do not wait for what training needs.
 _ON_FIRST_USE = {
-    "Compression": "arraycomm._training.compressed.compression",
+    "Compression": "arraycomm._training.compression",
     "DistributedDataContainer": "arraycomm._training.batches.data",
     "DistributedOptimizer": "arraycomm._training.optimizer",
-    "ErrorFeedback": "arraycomm._training.compressed.feedback",
     "Join": "arraycomm._training.join",
     "join": "arraycomm._training.join",
     "launch": "arraycomm._jobs.launch",
@@ -66,6 +64,7 @@ _ON_FIRST_USE = {
 
 # What earlier versions had, and where a few lines do it.
 _REMOVED = {
+    "ErrorFeedback": "'Error feedback' in docs/recipes.md",
     "RankFilter": "'Logs' in docs/running.md",
     "raise_on_nan": "'Where a NaN comes from' in docs/training.md",
 }
@@ -84,7 +83,6 @@ __all__ = [
     "DeadlockError",
     "DistributedDataContainer",
     "DistributedOptimizer",
-    "ErrorFeedback",
     "GridCommunicator",
     "Join",
     "MismatchError",

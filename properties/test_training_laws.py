@@ -304,21 +304,6 @@ def test_batch_norm_of_ranks_is_that_of_the_whole_batch(counts, channels, seed) 
 
 
 @given(
-    rows=st.lists(st.lists(st.integers(-999, 999), min_size=3, max_size=3), min_size=1, max_size=8),
-    dtype=st.sampled_from(("float16", "bfloat16")),
-)
-def test_feedback_loses_nothing_for_good(rows, dtype) -> None:
-    """What was sent so far, and what is kept back, are the sum of all gradients."""
-    feedback = ac.ErrorFeedback(dtype)
-    total = kept = np.zeros(3)
-    for row in rows:
-        sent, kept = feedback.compress(np.array(row, float), kept)
-        total = total + sent
-    assert (total + kept).tolist() == np.sum(rows, axis=0).tolist()
-    assert (np.abs(kept) <= 4).all()
-
-
-@given(
     places=st.lists(st.lists(st.sampled_from((1, 1, 1, 2)), min_size=4, max_size=4), max_size=4),
     size=st.integers(2, 4),
     name=st.sampled_from(["allreduce", "allgather"]),

@@ -27,7 +27,7 @@ EXTRAS = (
 PUBLIC = """
     ANY_SOURCE ANY_TAG PROC_NULL ArrayCommError BackendUnavailableError CommTimeoutError Communicator
     CommunicatorClosedError Compression ConcurrentUseError DeadlockError DistributedDataContainer
-    DistributedOptimizer ErrorFeedback GridCommunicator Join MismatchError NotInitializedError
+    DistributedOptimizer GridCommunicator Join MismatchError NotInitializedError
     PeerError Plan Request Status TransportError allreduce_gradients allreduce_tree borrow exchange explain finalize fsum init
     is_initialized join launch mean_metrics op println raise_on_difference raise_together
     synchronize testall waitall waitany world

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from functools import partial
+from contextlib import nullcontext
 from typing import Any, Final, NamedTuple, NoReturn, Self
 
 import jax
@@ -25,10 +25,9 @@ from arraycomm.adapters.jax._collectives import (
     reduce_scatter,
     sendrecv,
 )
-from arraycomm.adapters.jax._compression import compressing
 from arraycomm.adapters.jax._shard import sharded
 from arraycomm.adapters.jax._sharded_state import gather_state, shard_state
-from arraycomm.adapters.jax._tracing import flatten, is_traced
+from arraycomm.adapters.jax._tracing import flatten, holds_tracers, is_traced
 from arraycomm.adapters.jax._updates import Updates, reduce_leaves
 from arraycomm.adapters.jax._virtual import VirtualUpdates
 
@@ -115,9 +114,8 @@ def distribute(
     if gradients.virtual is not None:
         rounds = VirtualUpdates(inner, updates, gradients.virtual)
         init, update = rounds.init, rounds.update
-    if gradients.compressor.states is not None:
-        init, compressed = compressing(inner, gradients)
-        update = partial(steps.update_compressed, compressed)
+    elif gradients.compression is not None:
+        update = steps.update_compressed
     reducing = _Distributed(init, gradients.entry(update))
     if gradients.accumulate == 1:
         return reducing
@@ -156,15 +154,24 @@ class _ReducedUpdates:
         return updated
 
     def update_compressed(
-        self, compressed: Any, updates: Any, state: Any, params: Any = None, **extra: Any
+        self, updates: Any, state: Any, params: Any = None, **extra: Any
     ) -> tuple[Any, Any]:
-        """Update by a function that compresses and reduces the gradients itself."""
-        further = self._further(extra)
-        inputs = {"params": params, "state": None if self._gradients.shards else state.inner}
-        reduced = self._updates.reduce(further.leaves) if further.leaves else []
-        pooled = further.pooled(reduced)
-        reduce = partial(self._updates.reduce, inputs=inputs)
-        updated: tuple[Any, Any] = compressed(reduce, updates, state, params, **pooled)
+        """Update with gradients that are sent in the form of an object."""
+        gradients, further = self._gradients, self._further(extra)
+        if gradients.joined:
+            gradients.check_outside_join()
+        inputs = {"params": params, "state": None if gradients.shards else state}
+        pooled = further.pooled(self._updates.reduce(further.leaves) if further.leaves else [])
+        leaves, structure = flatten(updates)
+        paths = [f"gradient {number}" for number in range(len(leaves))]
+        announcing = nullcontext if holds_tracers(leaves) else gradients.announcing
+        with announcing():
+            sent = gradients.sent(leaves, paths)
+        reduced = self._updates.reduce(sent, inputs, missing="error")
+        with announcing():
+            received = gradients.received(reduced, leaves, paths)
+        gradient = jax.tree.unflatten(structure, received)
+        updated: tuple[Any, Any] = self._inner.update(gradient, state, params, **pooled)
         _check_shapes(updates, updated[0])
         return updated
 

@@ -170,6 +170,7 @@ def reduce_leaves(
     leaves: list[Any],
     watched: Watched = Watched(),  # noqa: B008
     beside: Sequence[Any] = (),
+    missing: str = "zeros",
 ) -> list[Any]:
     """Reduce gradients: eagerly, or in one call of a compiled program and on its own buffers.
 
@@ -177,7 +178,8 @@ def reduce_leaves(
     """
     if not is_traced(leaves):
         jax.effects_barrier()
-        made: list[Any] = calls.reduce(leaves, updates, look=watched.looking(beside))
+        look = watched.looking(beside)
+        made: list[Any] = calls.reduce(leaves, updates, missing=missing, look=look)
         return made
     mark_outside_branches(updates, calls.comm)
     present = tuple(leaf is not None for leaf in leaves)
@@ -209,10 +211,12 @@ class Updates:
         watched, beside = self.watched(inputs, traced=False)
         return self._gradients.add(leaves, self.made, watched.inputs(beside))
 
-    def reduce(self, leaves: list[Any], inputs: Any = None) -> list[Any]:
+    def reduce(
+        self, leaves: list[Any], inputs: Any = None, missing: str = "zeros"
+    ) -> list[Any]:
         """Reduce what belongs to one update; compare a tree of inputs, if given, with it."""
         watched, beside = self.watched(inputs, traced=is_traced(leaves))
-        return reduce_leaves(self.calls, self.made, leaves, watched, beside)
+        return reduce_leaves(self.calls, self.made, leaves, watched, beside, missing)
 
     def watched(self, inputs: Any, *, traced: bool) -> tuple[Watched, list[Any]]:
         """Return what the next reduction compares, and its arrays; tracers only if it is traced."""

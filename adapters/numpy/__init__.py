@@ -178,29 +178,6 @@ class Distributed:
         """Return what returns what a step depends on, given its arguments."""
         return self._inputs.of(params, state)
 
-    def compression_state(self) -> dict[int, Any]:
-        """Return what a compression remembers on this rank, to be saved; local.
-
-        Returns
-        -------
-        dict
-            Of plain containers and arrays, by the numbers of the gradients' leaves; empty without
-            an object as `compression`.
-        """
-        states = self._gradients.compressor.states
-        return {} if states is None else states.saved()
-
-    def load_compression_state(self, saved: dict[int, Any]) -> None:
-        """Go on from what `compression_state` has returned, on this rank; local.
-
-        Parameters
-        ----------
-        saved : dict
-            What this rank has saved.
-        """
-        if self._gradients.compressor.states is not None:
-            self._gradients.compressor.states.load(saved)
-
     def __copy__(self) -> Distributed:
         return self._copied(copy.copy(self._optimizer))
 

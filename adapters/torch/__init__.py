@@ -22,7 +22,6 @@ from arraycomm.adapters.torch._collectives import (
     bcast,
     reduce_scatter,
 )
-from arraycomm.adapters.torch._compression import save_with_state_dict
 from arraycomm.adapters.torch._data import DataLoader
 from arraycomm.adapters.torch._hooks import without_owner
 from arraycomm.adapters.torch._inputs import Settings, StepInputs, align
@@ -120,8 +119,6 @@ def _hooked(
         refuse_within = partial(_refuse_within_rounds, gradients)
         optimizer.register_state_dict_pre_hook(partial(refuse_within, "state_dict"))
         optimizer.register_load_state_dict_pre_hook(partial(refuse_within, "load_state_dict"))
-    if gradients.compressor.states is not None:
-        save_with_state_dict(optimizer, gradients.compressor.states)
     _distributed[optimizer] = steps
     return optimizer
 

@@ -51,9 +51,6 @@ class Buckets:
         self._nbytes = [tensor.nbytes for tensor in tensors]
         everything = list(range(len(tensors)))
         division = self._gradients.division or []
-        if self._gradients.compressor.hook is not None:
-            # It gets all gradients at once.
-            division = [everything]
         # If parameters have come, the ranks have to agree anew.
         self._ordered = sorted(number for bucket in division for number in bucket) == everything
         self._divide(division if self._ordered else [everything])

@@ -256,7 +256,7 @@ class BackwardReducer:
             reductions = ac.waitall(backward.requests)
             # Those of virtual ranks can be made again, with all gradients of the round.
             for reduced in reductions if self.gradients.virtual is None else ():
-                self._parameters.settle(reduced.leaves, unless_changed=not backward.late)
+                self._parameters.settle_sent(reduced.leaves, unless_changed=not backward.late)
         except Exception as error:
             self._error = error
         finally:

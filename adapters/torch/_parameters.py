@@ -166,12 +166,21 @@ class Parameters:
                 unreduced[number] = self._unreduced(number)
             if virtual is not None and virtual.is_complete and unreduced[number] is not None:
                 raise _added_twice(number)
-        sent: dict[int, Any] = self.gradients.compressor.fed_back(self.gradients.mean_of(unreduced))
-        return sent
+        means: dict[int, Any] = self.gradients.mean_of(unreduced)
+        if self.gradients.compression is None:
+            return means
+        sent = self.gradients.sent([*means.values()], _paths(means))
+        return dict(zip(means, sent, strict=True))
 
-    def zeros(self, number: int) -> torch.Tensor:
-        """Return what a missing gradient counts as."""
-        return torch.zeros_like(self.tensors[number], requires_grad=False)
+    def settle_sent(self, leaves: dict[int, Any], *, unless_changed: bool = False) -> None:
+        """Take over the reductions of what `means` has returned; see `settle`."""
+        if self.gradients.compression is not None:
+            tensors = [self.tensors[number].detach() for number in leaves]
+            reduced = [*map(_like, tensors, leaves.values())]
+            with self.gradients.announcing():
+                received = self.gradients.received(reduced, tensors, _paths(leaves))
+            leaves = dict(zip(leaves, received, strict=True))
+        self.settle(leaves, unless_changed=unless_changed)
 
     def all_unreduced(self) -> list[Any]:
         """Return what this step's gradients are if no rank can say which are stale."""
@@ -204,7 +213,6 @@ class Parameters:
             slot = self.slots[number]
             slot.sent = slot.shown = None
         self._sent.clear()
-        self.gradients.compressor.forget()
 
     def leave(self, numbers: Iterable[int], why: str) -> None:
         """Note that a backward pass has left gradients of these parameters unreduced."""
@@ -344,6 +352,11 @@ class Parameters:
         self._unchanged = False
         for slot in slots:
             slot.reduced = slot.replaced = False
+
+
+def _paths(numbers: Iterable[int]) -> list[str]:
+    """Return what errors call the gradients of parameters."""
+    return [f"the gradient of parameter {number}" for number in numbers]
 
 
 _GONE: Final = torch.empty(0)

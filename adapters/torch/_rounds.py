@@ -10,8 +10,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 import arraycomm as ac
 from arraycomm.adapters.torch._backward import Backward
 from arraycomm.adapters.torch._buckets import Buckets
@@ -52,7 +50,7 @@ class BucketRounds:
     def _take(self, reduced: Any) -> None:
         """Take over what one reduction has made, or note the totals for the end of the round."""
         if self._gradients.virtual is None:
-            self._parameters.settle(reduced.leaves)
+            self._parameters.settle_sent(reduced.leaves)
         else:
             self._gradients.virtual.note(reduced.leaves)
 
@@ -75,8 +73,6 @@ class BucketRounds:
         )
 
     def _reduce(self, bucket: Any, place: Any) -> Any:
-        if self._gradients.compressor.hook is not None:
-            return self._reduce_by_hook(bucket, place)
         return self._gradients.rounds.reduce(
             bucket, self._maker(bucket, place), place, **self._options_of(bucket)
         )
@@ -92,22 +88,8 @@ class BucketRounds:
         if virtual is not None:
             return {"look": gradients.look, "onto": virtual.onto(sorted(bucket.numbers))}
         # Then `.grad` itself is reduced.
-        overwrite = gradients.accumulate == 1 and gradients.compressor.feedback is None
+        overwrite = gradients.accumulate == 1 and gradients.compression is None
         return {"may_overwrite": overwrite, "look": gradients.look}
-
-    def _reduce_by_hook(self, bucket: Any, place: Any) -> Any:
-        """Reduce with a compression of the user's those gradients that any rank has."""
-        means: dict[int, Any] = {}
-
-        def show() -> dict[int, Any]:
-            means.update(self._parameters.means(bucket.numbers))
-            return {0: np.array([means[n] is not None for n in bucket.numbers], np.float32)}
-
-        shown = self._gradients.rounds.reduce(bucket, show, place, look=self._gradients.look)
-        present = [n for n, has in zip(bucket.numbers, shown.leaves[0], strict=True) if has]
-        leaves = {n: self._parameters.zeros(n) if means[n] is None else means[n] for n in present}
-        reduced = self._gradients.compressor.hook.reduce(leaves)
-        return type(shown)({**dict.fromkeys(bucket.numbers), **reduced}, shown.places)
 
     # In steps
 

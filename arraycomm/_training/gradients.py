@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -21,8 +21,7 @@ from arraycomm._protocol.agreement import Agreement
 from arraycomm._protocol.header import Settings
 from arraycomm._training.arithmetic import Operand, added, divided, operand_of, restored, widened
 from arraycomm._training.comparison.verification import Inputs, Look, Shows, Verification
-from arraycomm._training.compressed.compression import Compression
-from arraycomm._training.compressed.compressor import Compressor
+from arraycomm._training.compression import Compression, described, received, sent
 from arraycomm._training.numbered import NumberedGradients, Numbering, Where
 from arraycomm._training.rounds import Leaves, Rounds
 from arraycomm._training.shards import Shards
@@ -82,11 +81,13 @@ class Gradients:
         self.number: int | None = registry.made
         registry.made += 1
         registry.optimizers[self.number] = self
-        self.compressor = Compressor(compression, comm, op)
+        # The form in which gradients are sent, if an object makes it, and what ranks compare of it.
+        self.compression = compression if isinstance(compression, Compression) else None
+        self._described = described(compression)
         # The other arguments of `allreduce_gradients`.
         self.options: dict[str, Any] = {
             "bucket_bytes": bucket_bytes,
-            "compression": self.compressor.dtype,
+            "compression": compression if self.compression is None else None,
         }
         # For adapters whose gradients can be reduced as they are computed, if all ranks' can.
         self.rounds = Rounds(comm, self.op_of_ranks, self.options) if overlapping else None
@@ -147,18 +148,36 @@ class Gradients:
         return self.verification.look(known, reduced, stepping=stepping, arrays=arrays)
 
     def _reduce(self, tree: Any, numbering: Numbering | None, look: Shows) -> Any:
-        if self.compressor.hook is not None:
-            # What the ranks' steps depend on is compared with a reduction.
-            nothing: tuple[Any, ...] = (trees_of(self.comm), [], self.op, Where(), None, look)
-            runner_of(self.comm).call(NumberedGradients, *nothing, **self.options)
-            return self.compressor.hook.reduce_tree(lambda: flatten(self.mean_of_steps(tree)))
         # Inside the call, so that it reports an error in this rank's gradients to the others.
         with nullcontext(Where()) if numbering is None else numbering.update() as where:
             reduced = runner_of(self.comm).call(
                 OptimizerStep, trees_of(self.comm), self, tree, where, numbering, look
             )
-        self.compressor.settle()
-        return reduced
+        if self.compression is None:
+            return reduced
+        given, got = flatten(tree), flatten(reduced)
+        with self.announcing():
+            return given.rebuild([*self.received(got.leaves, given.leaves, given.paths)])
+
+    def sent(self, gradients: Sequence[Any], paths: Sequence[str]) -> Sequence[Any]:
+        """Return gradients, None for None, in the form in which an object sends them."""
+        return gradients if self.compression is None else sent(self.compression, gradients, paths)
+
+    def received(
+        self, reduced: Sequence[Any], gradients: Sequence[Any], paths: Sequence[str]
+    ) -> Sequence[Any]:
+        """Return reduced gradients in the form of these, which are this rank's."""
+        if self.compression is None:
+            return reduced
+        return received(self.compression, reduced, gradients, paths)
+
+    @contextmanager
+    def announcing(self) -> Iterator[None]:
+        """Make the other ranks' next call raise if the block raises; see `fail`."""
+        try:
+            yield
+        except Exception as error:
+            self.fail(error)
 
     @contextmanager
     def taking_step(self) -> Iterator[None]:
@@ -172,13 +191,22 @@ class Gradients:
             self.failed_steps += 1
             raise
 
+    def check_outside_join(self) -> None:
+        """Raise, inside `join`, if an object compresses gradients."""
+        if self.compression is not None:
+            raise ValueError(
+                "inside join gradients, which are weighted, cannot be compressed by an object; "
+                f"got an optimizer with compression={self._described}; pass a name such as "
+                '"bfloat16"'
+            )
+
     # For adapters that reduce during backward passes
 
     @property
     def settings(self) -> tuple[Any, ...]:
         """What two optimizers of one parameter must have in common."""
         count = None if self.virtual is None else self.virtual.count
-        return group_of(self._shared), self.op, self.accumulate, self.compressor.described, count
+        return group_of(self._shared), self.op, self.accumulate, self._described, count
 
     @property
     def joined(self) -> bool:
@@ -246,7 +274,6 @@ class Gradients:
     def forget_sums(self) -> None:
         """Note that a round has reduced them."""
         self._sums, self._has_reduced = [], True
-        self.compressor.settle()
 
     def finish_step(self, *, skipped: bool = False) -> None:
         """Go on to the next step."""
@@ -258,9 +285,7 @@ class Gradients:
             self.virtual.next_round()
 
     def renumber(self, numbers: dict[int, int], count: int) -> None:
-        """Give what is remembered of parameters their new numbers; drop that of the others."""
-        if self.compressor.states is not None:
-            self.compressor.states.renumber(numbers)
+        """Give what is remembered of parameters their new numbers; drop the others'."""
         if self.virtual is not None:
             self.virtual.renumber(numbers)
         if self._sums:
@@ -281,7 +306,6 @@ class Gradients:
         made.adopt = lambda settings: None
         made._sums = list(self._sums)
         made.virtual = None if self.virtual is None else self.virtual.copy()
-        made.compressor = self.compressor.copy()
         made.rounds = None if self.rounds is None else self.rounds.copy()
         return made
 
@@ -340,11 +364,15 @@ class OptimizerStep(NumberedGradients):
         numbering: Numbering | None,
         look: Shows,
     ) -> None:
-        sent = gradients.compressor.fed_back_tree(gradients.mean_of_steps(tree))
+        flat = flatten(gradients.mean_of_steps(tree))
         counted, options = (where, numbering, look), dict(gradients.options)
+        if gradients.compression is not None:
+            # What the others have sent says nothing of the gradients that it stands for.
+            options["missing"] = "error"
         self._virtual = gradients.virtual
         if self._virtual is not None:
-            options["onto"] = self._virtual.onto(range(len(flatten(sent).leaves)))
+            options["onto"] = self._virtual.onto(range(len(flat.leaves)))
+        sent = flat.rebuild([*gradients.sent(flat.leaves, flat.paths)])
         super().__init__(context, memory, sent, gradients.op_of_ranks, *counted, **options)
         self.leaves.check_reducible(gradients.op)
         made = self.signature
@@ -432,7 +460,7 @@ def _others(gradients: Gradients) -> Settings:
 
 def _number_in_join(gradients: Gradients) -> int:
     """Return an optimizer's number for ranks without data; raise if they cannot take its steps."""
-    gradients.compressor.check_outside_join()
+    gradients.check_outside_join()
     if gradients.virtual is not None:
         raise ValueError(
             "inside join there are no virtual ranks, since a rank without data would play none; "

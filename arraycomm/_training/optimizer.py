@@ -16,7 +16,7 @@ from arraycomm._protocol.group import Options
 from arraycomm._protocol.header import digest
 from arraycomm._session import world
 from arraycomm._training.comparison.verification import DEFAULT_STEPS, Verification
-from arraycomm._training.compressed.compression import Compression, check_argument, described
+from arraycomm._training.compression import Compression, check_argument, described
 from arraycomm._training.gradients import Gradients
 from arraycomm._training.join import PrivateGuard
 from arraycomm._training.shards import Shards
@@ -74,8 +74,7 @@ def DistributedOptimizer(  # noqa: N802
     compression : str or Compression, optional
         "bfloat16" or "float16": float32 and float64 gradients are sent rounded to these 16 bits,
         accumulated in float32, and returned in their own dtype. In float16, values beyond 65504
-        become infinite. With an object `ErrorFeedback("bfloat16")`, what rounding loses is added to
-        the next step's gradients. An object of a subclass of `Compression` reduces in its own way.
+        become infinite. An object of a subclass of `Compression` sends them in its own form.
     shard : bool
         Whether each rank keeps the state of, and updates, only its own part of the parameters,
         about 1/size of their bytes (ZeRO stage 1). Gradients are reduced as without it. After each

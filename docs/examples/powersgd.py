@@ -4,7 +4,8 @@
 
 `PowerSGD` works on arrays of any framework. It is that of Vogels, Karimireddy and Jaggi, "PowerSGD:
 practical low-rank gradient compression for distributed optimization" (NeurIPS 2019): one step of power
-iteration on each gradient, from the last step's result, with error feedback.
+iteration on each gradient, from the last step's result, with error feedback. It is written around
+`allreduce_gradients`, and the optimizer is a plain one.
 """
 
 import math
@@ -18,7 +19,7 @@ from torch import nn
 import arraycomm as ac
 
 
-class PowerSGD(ac.Compression):
+class PowerSGD:
     """Send each gradient as two factors of low rank: (m + n)·rank elements for m·n.
 
     Gradients of more than two dimensions are taken as matrices with a row for each index of the first.
@@ -49,7 +50,9 @@ class PowerSGD(ac.Compression):
         return like(factor, matrix)
 
     def reduce(self, gradients, states, op, comm):
-        """Reduce in two messages: P = M·Q with all that is not compressed, then Q = Mᵀ·P."""
+        """Return reduced gradients and new states, by two messages: P = M·Q with all that is not
+        compressed, then Q = Mᵀ·P.
+        """
         matrices = {
             place: as_matrix(gradients[place]) + state[1]
             for place, state in enumerate(states)
@@ -137,7 +140,10 @@ def beside(column, basis):
 
 
 def train(comm, compression, epochs):
-    """Train on this rank's part of the digits; return the accuracy on those left out."""
+    """Train on this rank's part of the digits; return the accuracy on those left out.
+
+    What the compression remembers is `states`, which is this rank's own and belongs into its checkpoint.
+    """
     torch.manual_seed(0)
     digits = load_digits()
     images = torch.tensor(digits.data / 16, dtype=torch.float32)
@@ -147,16 +153,18 @@ def train(comm, compression, epochs):
     )
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
     ac.synchronize(model, comm=comm)
-    optimizer = ac.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
-        comm=comm,
-        compression=compression,
-    )
+    parameters = list(model.parameters())
+    states = [compression.init(parameter.detach()) for parameter in parameters]
+    optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
     for epoch in range(epochs):
         training.set_epoch(epoch)
         for (x, y), _ in training.batches(60 // comm.size):
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(x), y).backward()
+            gradients = [parameter.grad for parameter in parameters]
+            reduced, states = compression.reduce(gradients, states, "mean", comm)
+            for parameter, gradient in zip(parameters, reduced):
+                parameter.grad = gradient
             optimizer.step()
     with torch.no_grad():
         return (model(images[1500:]).argmax(1) == labels[1500:]).double().mean().item()
@@ -164,8 +172,8 @@ def train(comm, compression, epochs):
 
 def main(epochs=15):
     comm = ac.init()
-    plain, compressed = train(comm, None, epochs), train(comm, PowerSGD(rank=2), epochs)
-    ac.println(f"accuracy {plain:.3f} without compression, {compressed:.3f} with rank 2")
+    full, low = (train(comm, PowerSGD(rank=rank), epochs) for rank in (64, 2))
+    ac.println(f"accuracy {full:.3f} with full rank, {low:.3f} with rank 2")
 
 
 if __name__ == "__main__":

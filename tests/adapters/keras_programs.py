@@ -112,7 +112,7 @@ def means_of_steps(comm: ac.Communicator) -> list[float]:
 def mistakes(comm: ac.Communicator) -> None:
     for wrong, options in [
         (ValueError, {"accumulate": 2}),
-        (TypeError, {"compression": ac.ErrorFeedback("bfloat16")}),
+        (TypeError, {"compression": ac.Compression()}),
         (TypeError, {"shard": True}),
     ]:
         with pytest.raises(wrong, match=r"(?i)keras"):

@@ -92,7 +92,7 @@ class TestProcesses:
         parts = (["by hand"], ["local", "argument"], ["all", "all"], ["derived", "first"])[turn]
         zeros, options = laws.ZEROS[turn], {"op": "sum", "shard": turn == 0, "accumulate": 1}
         steps = [laws.Step("nothing", parts, "nothing", "step", zeros, -1) for _ in range(3)]
-        compression = laws.Identity() if turn == 1 else None
+        compression = laws.Doubled() if turn == 1 else None
         options |= {"bucket_bytes": (1, 1 << 20)[turn % 2], "compression": compression}
         joins = list(laws.JOINS)[2 * turn + 1]
         case = laws.Case(steps, "momentum", "", joins, options)

@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 from torch.nn import Parameter  # noqa: E402
 
 from arraycomm.adapters.torch import no_sync  # noqa: E402
-from properties.test_torch_laws import SLACK, Identity  # noqa: E402
+from properties.test_torch_laws import SLACK, Doubled  # noqa: E402
 
 SAMPLES, INPUTS = 12, 4
 
@@ -83,7 +83,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "sum": {"op": "sum"},
     "sharded": {"shard": True},
-    "compressed": {"compression": Identity()},
+    "compressed": {"compression": Doubled()},
 }
 
 

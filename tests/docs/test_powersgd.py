@@ -1,4 +1,4 @@
-"""The example of a compression of one's own: PowerSGD."""
+"""The example of a compression that remembers and makes collectives: PowerSGD."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_what_low_rank_leaves_out_is_added_to_the_next_steps(
 def test_digits_are_learned_about_as_well_as_without(capfd: pytest.CaptureFixture[str]) -> None:
     powersgd.main(epochs=3)
     ac.finalize()
-    said = r"accuracy (0\.\d+) without compression, (0\.\d+) with rank 2"
+    said = r"accuracy (0\.\d+) with full rank, (0\.\d+) with rank 2"
     plain, compressed = map(float, re.search(said, capfd.readouterr().out).groups())
     assert plain > 0.85
     # Of 297 images; five standard deviations of what one of 90 % gets right.

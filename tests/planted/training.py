@@ -247,13 +247,6 @@ OPTIMIZERS: Final = (
         ("adam_takes_a_first_step_of_its_rate",),
     ),
     Fault(
-        "residual dropped: what rounding loses is not added to the next gradient",
-        "arraycomm/_training/compressed/feedback.py",
-        "            lost = total - sent",
-        "            lost = gradient - sent",
-        ("feedback_loses_nothing_for_good",),
-    ),
-    Fault(
         "compared late: parameters are compared two steps later than promised",
         _VERIFICATION,
         "self.age_of(reduced) >= self.every",
@@ -283,6 +276,13 @@ TORCH: Final = (
         "                    self.gradients.fail(_changed_inside(number))",
         "                    pass",
         ("what_one_rank_does_alone_is_an_error_on_all",),
+    ),
+    Fault(
+        "reduced in the form that is sent: a compression's own form is not undone",
+        f"{_ADAPTERS}/torch/_parameters.py",
+        "            leaves = dict(zip(leaves, received, strict=True))",
+        "            leaves = dict(zip(leaves, reduced, strict=True))",
+        _TORCH,
     ),
     Fault(
         "calls anywhere in a program: ranks do not compare at which place of a program a call is",

@@ -21,7 +21,7 @@ PAGE: Final = ROOT / "docs" / "evidence" / "laws.md"
 SHOWN: Final = Path(__file__).with_name("failures.txt")
 _CLASSES: Final = (ac.Communicator, ac.Request, ac.GridCommunicator, ac.DistributedDataContainer)
 _FUNCTIONS: Final = (
-    *("DistributedDataContainer", "DistributedOptimizer", "ErrorFeedback", "allreduce_gradients"),
+    *("DistributedDataContainer", "DistributedOptimizer", "allreduce_gradients"),
     *("allreduce_tree", "exchange", "join", "mean_metrics", "op", "println"),
     *("raise_on_difference", "raise_together", "synchronize", "testall", "waitall", "waitany"),
 )

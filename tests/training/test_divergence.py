@@ -346,9 +346,9 @@ def optax_ways(compiled: bool) -> None:
             r"params\['w'\] is not .* at \[2, 1\].*1 of 2 arrays differ",
             lambda comm, wrong: go(comm, sgd(False), change=at_one(wrong, one_element)),
         ),
-        "error_feedback": (
+        "compressed_by_an_object": (
             "step_size of scale",
-            lambda comm, wrong: go(comm, sgd(wrong), compression=ac.ErrorFeedback("bfloat16")),
+            lambda comm, wrong: go(comm, sgd(wrong), compression=ac.Compression()),
         ),
         "accumulated": (
             "step_size of scale",

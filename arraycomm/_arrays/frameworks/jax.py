@@ -184,14 +184,3 @@ JAX: Final = Framework(
     reason_copied=_reason_copied,
     on_device=OnDevice(own=_own, copy=lambda x: x.copy(), namespace="jax.numpy"),
 )
-
-
-# Rounding ---------------------------------------------------------------------------------------
-
-_EXPONENT_AND_MANTISSA: Final = {"bfloat16": (8, 7), "float16": (5, 10)}
-
-
-def rounded_by_jax(x: Any, name: str) -> Any:
-    """Return an array, or a tracer, rounded to a dtype of 16 bits, in its own dtype."""
-    # What is cast to 16 bits and back, a compiled program may leave as it is.
-    return sys.modules["jax"].lax.reduce_precision(x, *_EXPONENT_AND_MANTISSA[name])
