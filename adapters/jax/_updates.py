@@ -211,9 +211,7 @@ class Updates:
         watched, beside = self.watched(inputs, traced=False)
         return self._gradients.add(leaves, self.made, watched.inputs(beside))
 
-    def reduce(
-        self, leaves: list[Any], inputs: Any = None, missing: str = "zeros"
-    ) -> list[Any]:
+    def reduce(self, leaves: list[Any], inputs: Any = None, missing: str = "zeros") -> list[Any]:
         """Reduce what belongs to one update; compare a tree of inputs, if given, with it."""
         watched, beside = self.watched(inputs, traced=is_traced(leaves))
         return reduce_leaves(self.calls, self.made, leaves, watched, beside, missing)

@@ -45,7 +45,6 @@ TESTS: Final = {
     "_launch": "tests/session tests/testing/test_plugin.py",
     "_messages": "tests/collectives tests/protocol/test_deadlock.py",
     "_native": "tests/native tests/collectives",
-    "_prepared": "tests/collectives tests/native",
     "_protocol": "tests/protocol tests/collectives",
     "_reduce": "tests/collectives tests/native",
     "_start": "tests/session tests/transports/test_processes.py",
