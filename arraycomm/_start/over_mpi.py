@@ -103,7 +103,8 @@ def open_over_mpi(mpi_comm: Any, arguments: Arguments) -> Opened:
 
     def tell(_: str, text: str) -> list[str]:
         # Texts, which any version can read.
-        return own.allgather(text)
+        found: list[str] = own.allgather(text)
+        return found
 
     refuse_different(sight, tell)
     transport = make(own)
