@@ -204,7 +204,8 @@ class Coordinator(threading.Thread):
         )
 
     def _accept(self, connection: socket.socket) -> None:
-        if not is_own(connection):
+        if self._met or not is_own(connection):
+            # Who belongs to another job comes again.
             connection.close()
             return
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _SENDING)
