@@ -58,7 +58,7 @@ def numbers(dtype: np.dtype[Any], count: int, seed: int) -> Array:
 
 
 def seeds() -> st.SearchStrategy[int]:
-    return st.integers(0, (1 << 32) - 1)
+    return st.integers(0, (1 << 24) - 1)
 
 
 def rounded(values: Sequence[float], dtype: np.dtype[Any]) -> Array:

@@ -142,8 +142,9 @@ def turn(seed: int, size: int) -> Turn:
     )
 
 
-# What Hypothesis draws itself is much alike from example to example, since it varies few examples.
-SEEDS: Final = st.integers(0, 2**64 - 1)
+# What Hypothesis draws itself is much alike from example to example, since it varies few examples. Of a longer range
+# it would draw small numbers most of the time.
+SEEDS: Final = st.integers(0, 2**24 - 1)
 
 
 @st.composite

@@ -190,7 +190,7 @@ class _Choices:
         one = elements(dtype) if self.elements is None else self.elements
         # As many for empty and broadcast arrays, which would count as simpler with fewer.
         first = draw(st.lists(one, min_size=1, max_size=min(max(count, 1), _DRAWN)))
-        seed = draw(st.integers(0, 2**32 - 1)) if self.elements is None else 0
+        seed = draw(st.integers(0, 2**24 - 1)) if self.elements is None else 0
         return tuple(first[:count]), seed if count > _DRAWN else 0
 
 
