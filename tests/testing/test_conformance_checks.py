@@ -1,12 +1,15 @@
-"""What the laws make of results that are long, or that a framework shows as a copy."""
+"""What the laws make of results that are long or shown as a copy, and of objects with few methods."""
 
 from __future__ import annotations
 
+import unittest
 from typing import Any
 
 import numpy as np
 import pytest
 
+from arraycomm import Communicator
+from arraycomm.testing.conformance import Conformance
 from arraycomm.testing.conformance._checks import check_copy, check_elements, scribble
 
 
@@ -41,3 +44,32 @@ def test_first_difference_is_one_that_counts() -> None:
     found = np.array([-np.nan, 1.0])
     with pytest.raises(AssertionError, match=r"difference is at \[1\]"):
         check_elements(found, want, "max")
+
+
+class _Wrapper:
+    """What a library has of its own around a communicator: few methods, one of which is wrong."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self.rank, self.size = comm.rank, comm.size
+        self.allreduce, self.allgather = comm.allreduce, comm.allgather
+        self._bcast = comm.bcast
+
+    def bcast(self, x: Any, root: int = 0, **options: Any) -> Any:
+        return self._bcast(x, 0, **options)
+
+
+class _OfWrapper(Conformance):
+    def subject(self, comm: Communicator) -> Any:
+        return _Wrapper(comm)
+
+
+def test_laws_hold_an_object_to_the_methods_that_it_has() -> None:
+    laws = _OfWrapper()
+    laws.test_allgather_stacks()
+    laws.test_allreduce_is_the_fold_in_rank_order()
+    with pytest.raises(AssertionError):
+        laws.test_bcast_copies()
+    with pytest.raises(unittest.SkipTest, match="Wrapper has no exscan, scan"):
+        laws.test_scan_is_the_fold_of_the_ranks_so_far()
+    with pytest.raises(unittest.SkipTest, match="Wrapper has no synchronize"):
+        laws.test_synchronize_is_idempotent()

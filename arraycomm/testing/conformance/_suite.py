@@ -82,8 +82,8 @@ class Conformance(ReductionLaws, MovementLaws, TreeLaws, GroupLaws, FailureLaws)
     def subject(self, comm: Communicator) -> Any:
         """Return what the laws are to hold for, on the ranks of one example.
 
-        Override it for another library: any object with the methods of `Communicator`, or some of
-        them. Laws fail that call a method it does not have.
+        Override it for another library: any object with some of the methods of `Communicator`. Laws
+        that call a method it does not have are skipped; the reason names the method.
 
         Parameters
         ----------

@@ -14,6 +14,7 @@ import socket
 import sys
 import threading
 import time
+import unittest
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, NoReturn
@@ -185,7 +186,7 @@ def _kind(error: BaseException) -> str:
         return "other bits"
     if isinstance(error, AssertionError):
         return "wrong"
-    if isinstance(error, NotOfferedError):
+    if isinstance(error, (NotOfferedError, unittest.SkipTest)):
         return "not offered"
     # Gloo waits for a time.
     return "timed out" if "Timed out" in str(error) else "error"
