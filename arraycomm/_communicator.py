@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, Self, cast, overload
 
 import numpy as np
 
-from arraycomm._arrays.typing import ArrayT, DTypeT, NewShape, OpName, ReceivedT, Rows, T
+from arraycomm._arrays.typing import ArrayT, DTypeT, NewShape, ReceivedT, Rows, T
 from arraycomm._calls.custom_ops import Op
 from arraycomm._calls.pickles import Pickled
 from arraycomm._calls.runner import Runner
@@ -23,6 +23,7 @@ from arraycomm._collectives.objects import AllgatherObject, BcastObject, GatherO
 from arraycomm._collectives.reductions import Allreduce, Reduce, ReduceScatter
 from arraycomm._collectives.scans import Exscan, Scan
 from arraycomm._collectives.uneven_calls import UnevenCalls
+from arraycomm._dtypes import OpName
 from arraycomm._entries import entries, entry, hide_from_torch, refuse_removed
 from arraycomm._exit.exit import leave_by_error, replace_root
 from arraycomm._messages.calls import MessageCalls

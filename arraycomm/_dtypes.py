@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
-from typing import Any, Final
+from typing import Any, Final, Literal, TypeAlias, get_args
 
 import ml_dtypes
 import numpy as np
@@ -70,7 +70,8 @@ BY_DLPACK: Final[dict[tuple[int, int], DTypeInfo]] = {
     (row.dlpack, row.dtype.itemsize * 8): row for row in TABLE
 }
 
-OPS: Final = ("sum", "mean", "prod", "min", "max", "and", "or", "xor", "fsum")
+OpName: TypeAlias = Literal["sum", "mean", "prod", "min", "max", "and", "or", "xor", "fsum"]
+OPS: Final[tuple[str, ...]] = get_args(OpName)
 
 _REDUCTIONS: Final[dict[Kind, frozenset[str]]] = {
     Kind.BOOL: frozenset(("min", "max", "and", "or", "xor")),

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from arraycomm._arrays.typing import OpName, TreeT
+from arraycomm._arrays.typing import TreeT
 from arraycomm._collectives.exact_sums import Fsum
 from arraycomm._communicator import Communicator, runner_of, trees_of
+from arraycomm._dtypes import OpName
 from arraycomm._entries import entry
 from arraycomm._session import world
 from arraycomm._trees.reduce import (

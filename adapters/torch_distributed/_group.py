@@ -12,9 +12,9 @@ import torch
 from torch.distributed import ProcessGroup, ReduceOp
 
 import arraycomm as ac
-from arraycomm._arrays.typing import OpName
 from arraycomm._calls.custom_ops import Op
 from arraycomm._communicator import runner_of
+from arraycomm._dtypes import OpName
 from arraycomm._entries import untraced
 from arraycomm.adapters.torch_distributed._works import Call, Lane, Message
 

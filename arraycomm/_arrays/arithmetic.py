@@ -7,6 +7,7 @@ So they are refused by name, in every collective.
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Any, Final, NoReturn
 
 import numpy as np
@@ -27,34 +28,34 @@ _ARITHMETIC: Final = (
     *(f"__{name}__" for name in _UNARY_AND_ORDER),
     *_PROTOCOLS,
 )
-# The frameworks, and packages whose subclasses of their arrays compute as plain arrays do, and only
-# say more of them: where an image is from, or that an array was changed.
-_PLAIN: Final = frozenset(
-    (
-        *("builtins", "enum", "numpy", "ml_dtypes", "torch", "jax", "jaxlib", "cupy", "mlx"),
-        *("array_api_strict", "torchvision", "imageio", "pyvista", "trimesh"),
-    )
-)
+# Beside the frameworks: packages of plain numbers, and those whose subclasses of frameworks' arrays
+# compute as plain arrays do, and only say more of them: where an image is from, or that an array
+# was changed.
+_PLAIN: Final = ("enum", "ml_dtypes", "torchvision", "imageio", "pyvista", "trimesh")
 # NumPy's own classes in which operators mean something else.
 _OTHER_OPERATORS: Final = frozenset(("matrix", "chararray"))
 
 
-def has_own(kind: type) -> bool:
-    """Return whether a class of a framework's arrays or numbers overrides their arithmetic."""
-    plain = next(base for base in kind.__mro__ if _is_plain(base))
-    return any(_overrides(kind, plain, name) for name in _ARITHMETIC)
+def has_own(kind: type, frameworks: Container[str]) -> bool:
+    """Return whether a class of a framework's arrays or numbers overrides their arithmetic.
+
+    `frameworks` are the modules of all of them.
+    """
+    plain = next(base for base in kind.__mro__ if _is_plain(base, frameworks))
+    return any(_overrides(kind, plain, name, frameworks) for name in _ARITHMETIC)
 
 
-def _is_plain(found: Any) -> bool:
+def _is_plain(found: Any, frameworks: Container[str]) -> bool:
     module = str(getattr(found, "__module__", None) or "").partition(".")[0]
-    return module in _PLAIN and getattr(found, "__name__", "") not in _OTHER_OPERATORS
+    known = module in frameworks or module in _PLAIN
+    return known and getattr(found, "__name__", "") not in _OTHER_OPERATORS
 
 
-def _overrides(kind: type, plain: type, name: str) -> bool:
+def _overrides(kind: type, plain: type, name: str, frameworks: Container[str]) -> bool:
     found = _defined(kind, name)
     if found is None and name in _PROTOCOLS:
         return False
-    if name == "__torch_function__" and _is_plain(found):
+    if name == "__torch_function__" and _is_plain(found, frameworks):
         # Torch's own function for classes whose results are plain tensors.
         return False
     return found is not _defined(plain, name)

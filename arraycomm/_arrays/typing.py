@@ -8,7 +8,7 @@ nothing to tell the type by.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVarTuple
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVarTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,7 +40,6 @@ else:
 
 # What a function takes beside the communicator.
 Ts = TypeVarTuple("Ts")
-OpName: TypeAlias = Literal["sum", "fsum", "mean", "prod", "min", "max", "and", "or", "xor"]
 
 # NumPy's types know the number of dimensions, which some calls change.
 Rows: TypeAlias = "np.ndarray[Any, DTypeT] | complex"

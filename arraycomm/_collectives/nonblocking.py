@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from arraycomm._arrays.typing import ArrayT, OpName, ReceivedT
+from arraycomm._arrays.typing import ArrayT, ReceivedT
 from arraycomm._calls.custom_ops import Op
 from arraycomm._calls.requests import ProcessBound, Request
 from arraycomm._calls.runner import Runner
@@ -14,6 +14,7 @@ from arraycomm._collectives.movements import Allgather, Alltoall, Bcast, Gather,
 from arraycomm._collectives.reductions import Allreduce, Reduce, ReduceScatter
 from arraycomm._collectives.scans import Exscan, Scan
 from arraycomm._collectives.uneven import Allgatherv, Alltoallv, Gatherv, Scatterv
+from arraycomm._dtypes import OpName
 from arraycomm._entries import entries
 from arraycomm._prepared.fast_path import start
 

@@ -11,10 +11,10 @@ from typing import Any, Final, NoReturn, Self
 from weakref import WeakValueDictionary
 
 from arraycomm._arrays.results import to_framework
-from arraycomm._arrays.typing import OpName
 from arraycomm._calls.operation import Context
 from arraycomm._calls.runner import OperationClass
 from arraycomm._communicator import Communicator, group_of, runner_of, trees_of
+from arraycomm._dtypes import OpName
 from arraycomm._entries import entry
 from arraycomm._errors import naming
 from arraycomm._protocol.agreement import Agreement

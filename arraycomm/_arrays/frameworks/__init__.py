@@ -52,5 +52,5 @@ def find_reader(kind: type) -> Reader | None:
         reader = find(kind) if find is not None else None
         if reader is not None:
             is_array = reader is not python.refuse_object
-            return refuse if is_array and has_own(kind) else reader
+            return refuse if is_array and has_own(kind, _FIND_READER) else reader
     return None

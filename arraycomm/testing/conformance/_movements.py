@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from arraycomm._arrays.typing import OpName
 from arraycomm._communicator import Communicator
+from arraycomm._dtypes import OpName
 from arraycomm._functions import allreduce_tree, synchronize
 from arraycomm._messages.matching import ANY_SOURCE, ANY_TAG, Status
 from arraycomm.testing import strategies as ranked

@@ -9,11 +9,10 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from arraycomm._arrays.typing import OpName
 from arraycomm._calls import custom_ops
 from arraycomm._communicator import Communicator
 from arraycomm._dtypes import OPS as ALL_OPS
-from arraycomm._dtypes import name_of
+from arraycomm._dtypes import OpName, name_of
 from arraycomm.testing import strategies as ranked
 from arraycomm.testing._arrays.array_case import ArrayCase
 from arraycomm.testing._arrays.frameworks import elements_of, elements_to_write

@@ -10,8 +10,8 @@ import hypothesis
 import numpy as np
 from hypothesis import strategies as st
 
-from arraycomm._arrays.typing import OpName
 from arraycomm._communicator import Communicator
+from arraycomm._dtypes import OpName
 from arraycomm._errors import MismatchError
 from arraycomm._functions import allreduce_gradients, allreduce_tree, synchronize
 from arraycomm._training.join import join
