@@ -692,8 +692,8 @@ class Communicator(NonblockingCalls, UnevenCalls, MessageCalls, Traceable):
 class GridCommunicator(GridCalls, Communicator):
     """A communicator whose ranks are the cells of a grid; made by `Communicator.grid`.
 
-    Rank 0 has the coordinates 0, …, 0, and those of the last dimension change first. Beside `sub`,
-    its calls are those of a communicator, or local.
+    Rank 0 has the coordinates 0, …, 0, and those of the last dimension change first. Beside `sub`
+    and `neighbor_alltoall`, its calls are those of a communicator, or local.
 
     Attributes
     ----------

@@ -151,8 +151,12 @@ class GridCalls(ProcessBound):
     @property
     def neighbors(self) -> list[int]:
         """The ranks one step away along each dimension, in ascending order, each once."""
-        around = [rank for axis in range(len(self.dims)) for rank in self.shift(axis)]
-        return sorted({rank for rank in around if isinstance(rank, int)} - {self.rank})
+        return sorted({rank for rank in self._around if isinstance(rank, int)} - {self.rank})
+
+    @property
+    def _around(self) -> Around:
+        """What lies before and after this rank along each axis."""
+        return [rank for axis in range(len(self.dims)) for rank in self.shift(axis)]
 
     def neighbor_alltoall(
         self,
@@ -184,11 +188,9 @@ class GridCalls(ProcessBound):
         Collective, but waits for the data of neighbors alone. What is contiguous is not copied, in
         `out` as well, if `blocks` and `out` do not overlap.
         """
-        around = [rank for axis in range(len(self.dims)) for rank in self.shift(axis)]
-        call = self._runner.call_within
-        received: list[ArrayT] = call(
-            timeout, NeighborAlltoall, self._messenger, around, blocks, out
-        )
+        arguments = self._messenger, self._around, blocks, out
+        received: list[ArrayT]
+        received = self._runner.call_within(timeout, NeighborAlltoall, *arguments)
         return received
 
     def _layout_of(self, keep: Sequence[bool]) -> tuple[int, Layout]:

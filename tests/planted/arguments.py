@@ -88,8 +88,8 @@ ARGUMENTS: Final = (
     Fault(
         "sent while written: `sendrecv` sends a long array that its result is written over",
         _MESSAGES,
-        "        if not envelopes.has_room(start, len(data)) and any(_may_change(data, out) for out in outs):",
-        "        if False:",
+        "any(_may_change(data, out) for out in outs):",
+        "False:",
         _RECEIVED,
     ),
     Fault(
@@ -130,6 +130,20 @@ ARGUMENTS: Final = (
         "return int(np.ravel_multi_index(tuple(coords), self.dims, mode=modes))",
         'return int(np.ravel_multi_index(tuple(coords), self.dims, modes, order="F"))',
         ("rows_move_along_the_axes_of_a_grid",),
+    ),
+    Fault(
+        "neighbors confused: blocks of a rank that is both neighbors are taken one for the other",
+        "arraycomm/_collectives/grid.py",
+        "key=lambda place: place ^ 1)",
+        "key=lambda place: place)",
+        ("neighbors_get_the_blocks_that_go_their_way",),
+    ),
+    Fault(
+        "halo from the other side: what goes to the rank before goes to the one after",
+        "arraycomm/_collectives/grid.py",
+        "for rank in self.shift(axis)]",
+        "for rank in self.shift(axis)[::-1]]",
+        ("halos_are_those_of_the_whole_array",),
     ),
     Fault(
         "two of a kind: `raise_on_difference` lets pass what is one thing or another on all ranks",
