@@ -63,6 +63,13 @@ def messages(comm: ac.Communicator, x: Vector, t: torch.Tensor) -> None:
     assert_type(ac.waitany([comm.iallreduce(x), comm.ibcast(x)]), tuple[int, Vector])
     assert_type(ac.testall([comm.iallreduce(x), comm.ibarrier()]), bool)
     assert_type(comm.ibarrier().wait(), None)
+    assert_type(comm.iallgather(x).wait(), Floats)
+    assert_type(comm.igather(t).wait(), torch.Tensor | None)
+    assert_type(comm.iallgatherv(x).wait(), Vector)
+    assert_type(comm.igatherv(t, return_counts=True).wait(), tuple[torch.Tensor, list[int]] | None)
+    assert_type(comm.iscatter(None, like=t).wait(), torch.Tensor)
+    assert_type(comm.ireduce_scatter(x).wait(), Floats)
+    assert_type(comm.ialltoallv(x, [1]).wait(), Vector)
 
 
 def objects(comm: ac.Communicator) -> None:
@@ -76,6 +83,7 @@ def groups(comm: ac.Communicator, color: int | None) -> None:
     assert_type(comm.split(None), None)
     assert_type(comm.split(color), ac.Communicator | None)
     assert_type(comm.dup(), ac.Communicator)
+    assert_type(comm.grid(1).neighbor_alltoall([3, 4]), list[int])
     assert_type(comm.grid(2).sub((True, False)), ac.GridCommunicator)
     assert_type(ac.GridCommunicator.from_mpi(comm.mpi_comm), ac.GridCommunicator)
 
