@@ -41,6 +41,79 @@ PROMISES = {
     "You have programs for mpi4py": "docs/test_documents.py",
     "You test code that communicates": "testing/test_run.py",
 }
+# What the pages say in words, and a test that shows it. Pages are read without line breaks and links.
+SHOWN = {
+    "with the same bits on every rank": "arraycomm/testing/conformance/_reductions.py every_rank_gets_the_same_bits",
+    "needs neither root nor a compiler": "tests/test_packaging.py wheel_without_the_native_part_is_for_any_platform",
+    "Every rank raises the same error, and none hangs": "tests/docs/test_links.py the_readme_shows_what_three_ranks_print",
+    "If a rank raises, exits or is killed, the others hear of it": "tests/session/test_deaths.py ranks_over_mpi_see_that_others_have_died",
+    "the others give up after a timeout and name it": "tests/protocol/test_missing_ranks.py rank_that_never_comes_is_named",
+    "The ranks may use different frameworks": "arraycomm/testing/conformance/_reductions.py layout_and_framework_do_not_matter",
+    "added in the order of the ranks": "arraycomm/testing/conformance/_reductions.py allreduce_is_the_fold_in_rank_order",
+    "added in float32 and rounded once": "arraycomm/testing/conformance/_reductions.py every_dtype_has_its_ops",
+    "on any number of ranks": "properties/test_data_laws.py epoch_resumed_anywhere_by_any_number_of_ranks",
+    "Collectives inside `jit`, with `grad`, `vmap` and `scan`": "tests/adapters/test_jax_collectives.py compiled_programs",
+    "shrinks to a small example": "tests/testing/test_given.py failure_shrinks_to_the_smallest_example",
+    "`doctor` says what is wrong": "tests/cli/test_doctor.py what_is_wrong_gets_one_advice",
+    "`trace` shows who waited for whom": "tests/cli/test_trace.py command_prints_lines_and_who_waited",
+    "Both libraries work in one program": "tests/docs/test_claims.py mpi_io_and_a_window_go_with_it_in_one_program",
+    "Three lines make this loop in PyTorch data-parallel": "tests/docs/test_trainings.py two_ranks_learn_as_one",
+    "[the same bits on any number of ranks]": "properties/test_virtual_laws.py programs_give_the_same_on_every_number_of_ranks",
+    "`make demo` shows it": "tests/docs/test_demo.py two_ranks_learn_what_one_process_learns",
+    "ends all of them once one fails": "tests/cli/test_run.py all_end_once_one_has_failed",
+    "start processes that [share memory]": "tests/cli/test_run.py without_an_mpi_ranks_are_processes_of_this_node",
+    "starts [ranks of its own]": "tests/session/test_launch_function.py results_come_in_rank_order_and_prints_in_lines",
+    "all are below 1": "tests/docs/test_claims.py the_picture_of_the_readme_shows_what_its_words_say",
+    "take longer than mpi4py's": "tests/docs/test_claims.py what_is_slower_in_the_table_is_said_in_the_readme",
+    "`MismatchError` on every rank": "tests/protocol/test_errors.py ranks_that_differ_raise_mismatch_everywhere",
+    "`PeerError` with its traceback on the others": "tests/session/test_failing.py rank_that_raises_is_told_to_all",
+    "Programs for `torch.distributed` also run over arraycomm": "tests/adapters/test_torch_distributed.py over_mpi",
+    "sliced, transposed, 0-d, empty, with negative strides": "tests/arrays/test_views.py elements_are_the_same_bits",
+    "The result is an array of the same framework, dtype and device": "tests/arrays/test_results.py result_is_the_callers_framework_and_bits",
+    "runs functions and Hypothesis tests on ranks that are threads": "tests/testing/test_run.py results_come_by_rank",
+    "It shares memory if that is safe": "tests/arrays/test_exchange.py aligned_memory_is_shared",
+    "it raises a `BufferError` that gives the reason": "tests/arrays/test_exchange.py copy_false_says_why_not",
+    "it does not cut them to 32 bits": "tests/arrays/test_exchange.py jax_never_cuts_64_bits",
+    "This table is for a fresh, writable": "tests/arrays/test_exchange.py the_page_of_pairs_is_current",
+    "A rank that passes nothing to `bcast` gets an array of the root's framework": "tests/arrays/test_namespaces.py dtypes_of_the_root_that_a_namespace_lacks_raise_on_all_ranks",
+    "aligned to 64 bytes, and hands that memory": "tests/arrays/test_results.py result_is_handed_over_without_a_copy",
+    "A NumPy array over a JAX array": "tests/arrays/test_exchange.py immutable_arrays_are_read_only_in_numpy",
+    "lazy conjugates and negatives of PyTorch": "tests/arrays/test_exchange.py lazy_conjugation_is_resolved",
+    "MLX copies what it is given": "tests/arrays/test_results.py mlx_copies",
+    "whichever works first": "tests/arrays/test_dlpack.py refusal_falls_through_to_the_next_protocol",
+    "raises a `TypeError` before data moves, and `PeerError` on the other ranks": "tests/arrays/test_namespaces.py namespaces_that_cannot_make_the_result_raise_on_all_ranks",
+    "comes back as a NumPy array": "tests/docs/test_claims.py an_object_without_a_namespace_comes_back_as_numpy",
+    "refuse such classes with a `TypeError` that names the class": "tests/arrays/test_own_arithmetic.py arithmetic_of_ones_own_is_refused_by_name",
+    "come back as the plain array or number": "tests/arrays/test_own_arithmetic.py subclasses_without_arithmetic_come_back_plain",
+    "is refused with a `TypeError`, as a torch tensor": "tests/arrays/test_autodiff.py wanted_gradients_are_not_lost",
+}
+
+
+def test_every_promise_in_words_has_its_test() -> None:
+    pages = README + INDEX + (DOCS / "interop.md").read_text("utf-8")
+    said = " ".join(re.sub(r"\]\(\S+\)", "]", pages).split())
+    assert [words for words in SHOWN if words not in said] == []
+    for file, test in (shown.split() for shown in SHOWN.values()):
+        assert f"def test_{test}(" in (ROOT / file).read_text("utf-8"), (file, test)
+
+
+def test_what_is_slower_in_the_table_is_said_in_the_readme() -> None:
+    """What takes a third longer than mpi4py's, as of 8 bytes under MPICH, is named there."""
+    named = {
+        "messages": ("sendrecv", "isend and irecv", "send, and recv back"),
+        "requests": ("iallreduce and wait",),
+        "broadcasts, gathers and scatters": ("bcast", "gather", "scatter"),
+        "trees of a few numbers": ("allreduce_tree, two leaves",),
+    }
+    table = (DOCS / "benchmarks.md").read_text("utf-8").partition("## Each call")[2]
+    table = table.partition("\n## ")[0]
+    rows = re.findall(r"^\| (\w[^|]*) \| \**([\d.]+)", table, re.MULTILINE)
+    slower = {name for name, ratio in rows if float(ratio) > 4 / 3}
+    assert slower <= {name for names in named.values() for name in names}
+    said = README.partition("## Speed")[2].partition("\n## ")[0].lower()
+    assert [
+        words for words, names in named.items() if slower & {*names} and words not in said
+    ] == []
 
 
 def test_every_promise_in_bold_has_its_tests() -> None:
