@@ -13,7 +13,7 @@ from docs.studies.figure import Axis, Bar, Curve, Panel, bars, figure
 
 # Beyond it, a bar would make the others too short to read.
 MOST: Final = 2.0
-RATIOS: Final = "time of arraycomm ÷ time of the other, 2 ranks; under 1 is faster"
+RATIOS: Final = "arraycomm's time ÷ the other's, 2 ranks; left of the dashes it is faster"
 UNITS: Final = (("MB", 1e6), ("kB", 1e3), ("B", 1.0))
 STYLES: Final = {"out": "own", "mpi4py": "mpi4py", "gloo": "gloo"}
 LEGEND: Final = (
