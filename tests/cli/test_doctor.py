@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,6 +43,18 @@ def test_ranks_try_every_two_of_them() -> None:
     text = as_text(found)
     assert re.search(r"\n  ranks 0-2 +\S+ +(any of|bound to) core", text)
     assert re.search(r"\n  0     -  +[\d.]+ +[\d.]+\n", text)
+
+
+@needs_mpiexec
+def test_a_framework_that_takes_long_to_import_is_waited_for_in_silence(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "mlx.py").write_text("import time; time.sleep(2); raise ImportError('late')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("ARRAYCOMM_REPORT_AFTER", "0.3")
+    job = run_python("-m", "arraycomm", "doctor", "--ranks", "2", "--frameworks", "mlx")
+    assert (job.returncode, job.stderr) == (0, "")
+    assert "late" in job.stdout
 
 
 @pytest.mark.skipif(LAUNCHED, reason="launches programs of its own")
