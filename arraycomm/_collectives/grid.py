@@ -185,8 +185,9 @@ class GridCalls(ProcessBound):
 
         Notes
         -----
-        Collective, but waits for the data of neighbors alone. What is contiguous is not copied, in
-        `out` as well, if `blocks` and `out` do not overlap.
+        Collective: all ranks compare the call, then each waits for its neighbors alone. With
+        `check=False` it waits for no others. Long blocks that are contiguous are sent and received
+        without a copy, unless one shares memory with `out`.
         """
         arguments = self._messenger, self._around, blocks, out
         received: list[ArrayT]
