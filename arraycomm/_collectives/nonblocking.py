@@ -7,7 +7,7 @@ from typing import Any, Literal, overload
 
 import numpy as np
 
-from arraycomm._arrays.typing import ArrayT, DTypeT, NewShape, OpName, ReceivedT, Rows
+from arraycomm._arrays.typing import ArrayT, DTypeT, NewShape, ReceivedT, Rows
 from arraycomm._calls.custom_ops import Op
 from arraycomm._calls.requests import ProcessBound, Request
 from arraycomm._calls.runner import Runner
