@@ -46,6 +46,30 @@ def test_a_call_beside_one_of_another_thread_is_refused(comm: ac.Communicator) -
         assert np.array_equal(comm.allreduce(x), comm.size * x)
 
 
+class _Tensor:
+    """Of a framework of which `nbytes` is a method."""
+
+    def __init__(self, array: np.ndarray[Any, Any]) -> None:
+        self._array, self.shape, self.dtype = array, array.shape, array.dtype
+
+    def nbytes(self) -> int:
+        return self._array.nbytes
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self._array.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self._array.__dlpack_device__()
+
+
+@each_rank_of("few")
+@pytest.mark.parametrize("count", [5, COUNT])
+def test_an_array_whose_nbytes_is_a_method_is_reduced(comm: ac.Communicator, count: int) -> None:
+    for _ in range(4):
+        out = comm.allreduce(_Tensor(np.arange(count)))
+        assert np.array_equal(np.asarray(out), comm.size * np.arange(count))
+
+
 @each_rank_of(3)
 def test_repeated_calls_are_counted(comm: ac.Communicator) -> None:
     """What they give is a law."""
