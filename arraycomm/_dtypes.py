@@ -137,12 +137,17 @@ def check_op(op: object) -> None:
         raise ValueError(f"op must be one of {', '.join(OPS)}; got {op!r}")
 
 
+def has_reduction(dtype: DType, op: str) -> bool:
+    """Return whether a dtype has a reduction."""
+    return op in _REDUCTIONS[kind_of(dtype)]
+
+
 @lru_cache(maxsize=1024)
 def check_reducible(dtype: DType, op: str) -> None:
     """Raise `TypeError` for a reduction that the dtype does not have."""
-    kind = kind_of(dtype)
-    if op in _REDUCTIONS[kind]:
+    if has_reduction(dtype, op):
         return
+    kind = kind_of(dtype)
     remedy = _REMEDIES.get((kind, op))
     if remedy is None:
         allowed = ", ".join(o for o in OPS if o in _REDUCTIONS[kind])
