@@ -36,30 +36,44 @@ torch: Any = "torch" in ranked.installed_frameworks() and importlib.import_modul
 
 # For each call: how `x` and an `out` of this rank are passed, and what it gives, of all ranks' arrays.
 CALLS: Final[dict[str, tuple[Callable[..., Any], Callable[..., Any]]]] = {
-    "allreduce": (lambda c: (c.op,), lambda c, rows, rank: expected(rows, c.op)),
+    "allreduce": (lambda c, size: (c.op,), lambda c, rows, rank: expected(rows, c.op)),
     "reduce": (
-        lambda c: (c.op, c.root),
+        lambda c, size: (c.op, c.root),
         lambda c, rows, rank: expected(rows, c.op) if rank == c.root else None,
     ),
-    "scan": (lambda c: (c.op,), lambda c, rows, rank: expected(rows[: rank + 1], c.op)),
+    "scan": (lambda c, size: (c.op,), lambda c, rows, rank: expected(rows[: rank + 1], c.op)),
     "exscan": (
-        lambda c: (c.op,),
+        lambda c, size: (c.op,),
         lambda c, rows, rank: expected(rows[:rank], c.op) if rank else None,
     ),
-    "reduce_scatter": (lambda c: (c.op,), lambda c, rows, rank: expected(rows, c.op)[rank]),
-    "bcast": (lambda c: (c.root,), lambda c, rows, rank: rows[c.root]),
-    "allgather": (lambda c: (), lambda c, rows, rank: np.stack(rows)),
-    "allgatherv": (lambda c: (), lambda c, rows, rank: np.concatenate(rows)),
+    "reduce_scatter": (lambda c, size: (c.op,), lambda c, rows, rank: expected(rows, c.op)[rank]),
+    "bcast": (lambda c, size: (c.root,), lambda c, rows, rank: rows[c.root]),
+    "allgather": (lambda c, size: (), lambda c, rows, rank: np.stack(rows)),
+    "allgatherv": (lambda c, size: (), lambda c, rows, rank: np.concatenate(rows)),
     "gather": (
-        lambda c: (c.root,),
+        lambda c, size: (c.root,),
         lambda c, rows, rank: np.stack(rows) if rank == c.root else None,
     ),
-    "scatter": (lambda c: (c.root,), lambda c, rows, rank: rows[c.root][rank]),
-    "alltoall": (lambda c: (), lambda c, rows, rank: np.stack([row[rank] for row in rows])),
-    "plan": (lambda c: (c.op,), lambda c, rows, rank: expected(rows, c.op)),
-    "tree": (lambda c: (c.op,), lambda c, rows, rank: expected(rows, c.op)),
+    "gatherv": (
+        lambda c, size: (c.root,),
+        lambda c, rows, rank: np.concatenate(rows) if rank == c.root else None,
+    ),
+    "scatter": (lambda c, size: (c.root,), lambda c, rows, rank: rows[c.root][rank]),
+    "alltoall": (lambda c, size: (), lambda c, rows, rank: np.stack([row[rank] for row in rows])),
+    "scatterv": (
+        lambda c, size: ([1] * size, c.root),
+        lambda c, rows, rank: rows[c.root][rank : rank + 1],
+    ),
+    "alltoallv": (
+        lambda c, size: ([1] * size,),
+        lambda c, rows, rank: np.concatenate([row[rank : rank + 1] for row in rows]),
+    ),
+    "plan": (lambda c, size: (c.op,), lambda c, rows, rank: expected(rows, c.op)),
+    "tree": (lambda c, size: (c.op,), lambda c, rows, rank: expected(rows, c.op)),
 }
 TREES: Final = ("plan", "tree")
+# The root alone passes an array.
+FROM_ROOT: Final = ("scatter", "scatterv")
 
 
 class Subject(NamedTuple):
@@ -205,7 +219,7 @@ class Player:
             limit = {"timeout": 60.0} if turn.way == "full" else {}
             got = self.call(turn.subject, subject, *passed, **limit)
         assert out is None or got is passed[1]
-        alone = subject.name == "scatter" and self.rank != subject.root
+        alone = subject.name in FROM_ROOT and self.rank != subject.root
         assert got is None or alone or type(got) is type(passed[0])
         self.check(got, want, subject, stays=place != "shifted")
         if place != "shifted":
@@ -245,15 +259,17 @@ class Player:
         return own, memory[m + shift : 2 * m + shift].reshape(want.shape)
 
     def begin(self, name: str, subject: Subject, x: Any, out: Any) -> Any:
-        passed = None if subject.name == "scatter" and self.rank != subject.root else x
-        return getattr(self.comm, name)(passed, *CALLS[subject.name][0](subject), out=out)
+        passed = None if subject.name in FROM_ROOT and self.rank != subject.root else x
+        return getattr(self.comm, name)(
+            passed, *CALLS[subject.name][0](subject, self.size), out=out
+        )
 
     def call(self, number: int, subject: Subject, x: Any, out: Any, **limit: float) -> Any:
         if subject.name == "tree":
             return ac.allreduce_tree([x], subject.op, comm=self.comm, **limit)[0]
         if subject.name != "plan":
-            passed = None if subject.name == "scatter" and self.rank != subject.root else x
-            arguments = CALLS[subject.name][0](subject)
+            passed = None if subject.name in FROM_ROOT and self.rank != subject.root else x
+            arguments = CALLS[subject.name][0](subject, self.size)
             return getattr(self.comm, subject.name)(passed, *arguments, out=out, **limit)
         if number not in self.plans:
             self.plans[number] = self.comm.plan([x], subject.op)

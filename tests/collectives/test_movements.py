@@ -188,26 +188,6 @@ def test_fields_that_overlap_are_refused_where_the_others_cannot_know_them(
 # Empty arrays ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("most", [0, 1, 20_000])
-@each_rank_of("few")
-def test_any_number_of_rows_on_any_rank(comm: Communicator, most) -> None:
-    """No rows on all ranks but one in turn, or on all; rows of no elements too."""
-    for full, name, row in product(range(comm.size), UNEVEN, [(), (3,), (2, 0, 3)]):
-        counts = [[0] * comm.size for _ in range(comm.size)]
-        counts[full][comm.size - 1 - full] = most
-        arrays = [np.full((sum(c), *row), r + 1.0) for r, c in enumerate(counts)]
-        got = call(comm, name, arrays[comm.rank], counts[comm.rank], full)
-        assert same(got, expected(name, arrays, counts, comm.rank, full)), (name, row)
-
-
-@each_rank_of("few")
-def test_even_movements_of_no_elements(comm: Communicator) -> None:
-    for name, row, dtype in product(EVEN, [(0,), (2, 0), (0,) * 9], [np.float32, OPAQUE[0]]):
-        arrays = [np.zeros((comm.size, *row), dtype)] * comm.size
-        got = call(comm, name, arrays[comm.rank])
-        assert same(got, expected(name, arrays, [], comm.rank, 0)), (name, row, dtype)
-
-
 # Counts ---------------------------------------------------------------------------------------
 
 
@@ -330,20 +310,6 @@ def test_torch_out_is_written_and_its_version_counted(comm: Communicator, torch)
 
 
 # Without the check, and in long sequences -----------------------------------------------------
-
-
-@each_rank_of("few")
-def test_many_calls_of_all_kinds_one_after_the_other(comm: Communicator) -> None:
-    """What came with one header is read before the next one overwrites it."""
-    unchecked, rng = comm.dup(check=False), np.random.default_rng(5)
-    table = list(product(MOVEMENTS, (0, 1, 2, 5, 300, 9_000), (np.dtype(np.int32), OPAQUE[0])))
-    for place in rng.permutation(len(table)):
-        (name, length, dtype), root = table[place], int(rng.integers(comm.size))
-        arrays, counts = inputs(name, comm.size, length, (1,), dtype)
-        want = expected(name, arrays, counts, comm.rank, root)
-        for each in (comm, unchecked):
-            got = call(each, name, arrays[comm.rank], counts[comm.rank], root)
-            assert same(got, want), (name, length, dtype)
 
 
 @each_rank_of("few")

@@ -28,59 +28,6 @@ def test_request_is_not_finished_before_every_rank_has_started_it(comm: Communic
     assert request.test()
 
 
-def _calls(comm: Communicator, count: int) -> list[tuple[str, tuple[Any, ...], dict[str, Any]]]:
-    """Every collective on arrays that has a nonblocking form, with arguments of this rank."""
-    size, rank = comm.size, comm.rank
-    root = size - 1
-    rows = np.arange(size * count * 2.0).reshape(size, count, 2) + rank * 0.5
-    flat = rows.reshape(-1, 2)
-    counts = [count] * size
-    sent = rows if rank == root else None
-    shared = (flat, counts) if rank == root else (None, None)
-    like = {"like": rows}
-    return [
-        ("allreduce", (rows, "max"), {}),
-        ("reduce", (rows, "mean", root), {}),
-        ("bcast", (sent, root), like),
-        ("allgather", (rows,), {}),
-        ("allgatherv", (flat[rank:],), {"return_counts": True}),
-        ("gather", (rows, root), {}),
-        ("gatherv", (flat[rank:], root), {"return_counts": True}),
-        ("scatter", (sent, root), like),
-        ("scatterv", (*shared, root), like),
-        ("reduce_scatter", (rows, "mean"), {}),
-        ("reduce_scatter", (flat, "max"), {"counts": counts}),
-        ("alltoall", (rows,), {}),
-        ("alltoallv", (flat, counts), {"return_counts": True}),
-        ("scan", (rows, "mean"), {}),
-        ("exscan", (rows, "mean"), {}),
-        ("barrier", (), {}),
-    ]
-
-
-def _array(result: Any) -> Any:
-    return result[0] if isinstance(result, tuple) else result
-
-
-@each_rank_of("few")
-def test_all_forms_outstanding_at_once_give_what_the_blocking_ones_give(comm: Communicator) -> None:
-    """Into memory of their own, and into `out`."""
-    for count in (0, 1, 9_000):
-        requests = []
-        for name, args, keywords in _calls(comm, count):
-            right, start = getattr(comm, name)(*args, **keywords), getattr(comm, f"i{name}")
-            out = None if _array(right) is None else np.zeros_like(_array(right))
-            into = {} if out is None else {"out": out}
-            requests.append((name, start(*args, **keywords), right, None))
-            requests.append((name, start(*args, **keywords, **into), right, out))
-        for place in np.random.default_rng(comm.rank).permutation(len(requests)):
-            name, request, right, out = requests[place]
-            mine = request.wait()
-            assert repr(mine) == repr(right), name
-            assert np.array_equal(_array(mine), _array(right)), name
-            assert out is None or _array(mine) is out, name
-
-
 @each_rank_of(3, "torch")
 def test_nonblocking_forms_give_what_is_like_the_example(comm: Communicator, torch) -> None:
     x, like = np.ones((comm.size, 2)), torch.ones(1)
