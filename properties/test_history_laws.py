@@ -74,6 +74,7 @@ CALLS: Final[dict[str, tuple[Callable[..., Any], Callable[..., Any]]]] = {
 TREES: Final = ("plan", "tree")
 # The root alone passes an array.
 FROM_ROOT: Final = ("scatter", "scatterv")
+ROOTED: Final = ("reduce", "bcast", "gather", "gatherv", *FROM_ROOT)
 
 
 class Subject(NamedTuple):
@@ -143,16 +144,19 @@ def relative(seed: int, like: Subject, size: int) -> Subject:
 def turn(seed: int, size: int) -> Turn:
     """Return a turn of a subject whose number is a remainder."""
     some = random.Random(seed)
+    way = some.choice((*["call"] * 3, "full", "wait", "late"))
+    places = ("new", *["out"] * 2, *["shifted"] * 2, "sliced", "into", "odd")
     return Turn(
         subject=some.randrange(6),
         times=some.randint(1, 4),
-        way=some.choice((*["call"] * 3, "full", "wait", "late")),
+        way=way,
         before=some.choice(("", "", "refused", "others")),
-        place=some.choice(("new", *["out"] * 2, *["shifted"] * 2, "sliced", "into", "odd")),
+        # Only in memory of their own do requests stay outstanding.
+        place="new" if way == "late" else some.choice(places),
         unusual=some.choice((-1, some.randrange(size))),
         eighths=some.choice((-8, -4, -1, 0, *range(1, 9))),
         elements=some.randint(-1, 1),
-        tensors=torch and some.random() < 0.2,
+        tensors=torch and some.random() < 0.3,
     )
 
 
@@ -276,12 +280,19 @@ class Player:
         return self.plans[number]([x], **limit)[0]
 
     def refuse(self, turn: Turn, subject: Subject, x: Array) -> None:
-        """Pass on one rank what is not like the others', or no array."""
-        wrong: Any = self.rank == subject.root
-        of_plan = subject.name == "plan" and turn.subject in self.plans
-        other = np.ones((self.size, subject.shape[0] + 1), x.dtype) if of_plan else object()
+        """Pass on one rank what is not like the others', a root that is no integer, or no array."""
+        wrong, other = self.rank == subject.root, subject
+        passed: Any = x.copy()
+        if wrong and subject.name == "plan" and turn.subject in self.plans:
+            # Of another dtype with elements as long, or of another shape.
+            kind = "u" if x.dtype.kind == "i" else "i"
+            passed = x.view(f"{kind}{x.itemsize}") if turn.elements else np.repeat(x, 2, axis=1)
+        elif wrong and subject.name in ROOTED and turn.elements:
+            other = subject._replace(root=float(subject.root))  # type: ignore[arg-type]
+        elif wrong:
+            passed = object()
         with pytest.raises((TypeError, ValueError) if wrong else ac.PeerError):
-            self.call(turn.subject, subject, other if wrong else x.copy(), None)
+            self.call(turn.subject, other, passed, None)
 
     def use_others(self) -> None:
         """Make two more communicators, and drop them in another order on each rank."""

@@ -151,8 +151,8 @@ def tensor(kind: str, dtype: str, shape: tuple[int, ...], seed: int) -> Any:
     return x
 
 
-def outcome(call: Callable[[], Any], out: Any) -> Any:
-    """Return what is seen of a call's result, or its error."""
+def outcome(call: Callable[[], Any], out: Any, kept: list[tuple[Any, list[Any]]]) -> Any:
+    """Return what is seen of a call's result, or its error; keep a new result with its elements."""
     try:
         got = call()
         got = got.wait() if isinstance(got, Request) else got
@@ -161,6 +161,8 @@ def outcome(call: Callable[[], Any], out: Any) -> Any:
         return type(error), "" if isinstance(error, PeerError) else str(error)
     if got is None or isinstance(got, np.ndarray):
         return got is None or (got.dtype, got.tolist())
+    if out is None:
+        kept.append((got, got.detach().tolist()))
     name = type(got).__name__
     facts = name, got.dtype, got.stride(), got.requires_grad, got.untyped_storage().resizable()
     return *facts, got is out, got.detach().tolist()
@@ -183,7 +185,7 @@ def test_tensors_that_repeat_are_read_as_they_are_once(comm, form, turns) -> Non
     torch = pytest.importorskip("torch")
     name, dtype, rest = form
     usual, shape = ("plain", None, True), (comm.size, *rest)
-    like = SHAPES[name](shape)
+    like, kept = SHAPES[name](shape), list[tuple[Any, list[Any]]]()
     for turn, everyones in enumerate([None] * 3 + turns):
         kind, into, grad = usual if everyones is None else everyones.value[comm.rank]
         if into == "x" and like != shape:
@@ -194,5 +196,6 @@ def test_tensors_that_repeat_are_read_as_they_are_once(comm, form, turns) -> Non
             out = x if into == "x" else into and tensor(into, dtype, like, 0)
             with torch.set_grad_enabled(grad):
                 call = partial(getattr(comm, method), x, out=out, **options)
-                found.append(outcome(call, out))
+                found.append(outcome(call, out, kept))
         assert found[0] == found[1] == found[2]
+    assert all(got.detach().tolist() == elements for got, elements in kept)

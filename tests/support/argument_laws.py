@@ -107,6 +107,11 @@ def _passed(
                     keywords |= {each.arg for each in node.keywords if each.arg}
                 for full in _called(node.func, calls):
                     yield full, _bound(node, calls[full])
+                if isinstance(node.func, ast.Name) and node.func.id == "requested":
+                    # A request by its name, which follows the communicator.
+                    _, named, *rest = node.args
+                    for full in _matching(ast.literal_eval(named), calls):
+                        yield full, _bound(ast.Call(node.func, rest, node.keywords), calls[full])
     for name, count in tables.items():
         for form in (name, f"i{name}"):
             for full in _matching(form, calls):
