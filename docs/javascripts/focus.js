@@ -10,7 +10,9 @@ function keepFocusable(part) {
 // The theme puts tables into boxes of its own once the page is there.
 window.addEventListener("load", () =>
   setTimeout(() => {
-    document.querySelectorAll("pre > code, .md-typeset__scrollwrap, .wide").forEach(keepFocusable)
+    document.querySelectorAll("pre > code, .md-typeset table:not([class]), .wide").forEach(keepFocusable)
+    // The empty corner of a table is no header.
+    document.querySelectorAll("th:empty").forEach((corner) => corner.replaceWith(document.createElement("td")))
     // Landmarks that a screen reader can tell from one another.
     document.querySelectorAll(".md-code__nav").forEach((nav, index) => nav.setAttribute("aria-label", `Code ${index + 1}`))
   }, 100)
