@@ -103,10 +103,17 @@ class Neighbors:
         wide=st.booleans(),
         periodic=st.booleans(),
         order=st.sampled_from("CF"),
+        limit=st.none() | st.just(30.0),
         timeout=TIMEOUT,
     )
     def test_halos_are_those_of_the_whole_array(
-        self, comm: Communicator, cells: list[int], wide: bool, periodic: bool, order: str
+        self,
+        comm: Communicator,
+        cells: list[int],
+        wide: bool,
+        periodic: bool,
+        order: str,
+        limit: Any,
     ) -> None:
         """Each rank has a part with a frame, and sends from and receives into that one array."""
         dims = len(cells)
@@ -126,7 +133,7 @@ class Neighbors:
             places = itertools.product(range(dims), (first, last))
             return [u[(*within[:axis], ends[at], *within[axis + 1 :])] for axis, at in places]
 
-        grid.neighbor_alltoall(sides(1, -2), out=sides(0, -1))
+        grid.neighbor_alltoall(sides(1, -2), out=sides(0, -1), timeout=limit)
         # The corners stay as they were.
         at_ends = sum(
             (at == 0) | (at == n + 1) for at, n in zip(np.indices(u.shape), cells, strict=True)
