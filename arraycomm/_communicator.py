@@ -279,7 +279,7 @@ class Communicator(NonblockingCalls, UnevenCalls, MessageCalls, Traceable):
         ValueError, BufferError
             `out` has another shape, or cannot be written to.
         MismatchError, PeerError, CommTimeoutError
-            See `arraycomm._errors`.
+            Ranks call different things, another rank raises, or a rank does not come in time.
 
         Notes
         -----
