@@ -111,6 +111,8 @@ def data(x: Floats, dataset: torch.utils.data.TensorDataset) -> None:
     assert_type(len(ac.DistributedDataContainer(x).batches(8, pad=True)), int)
     assert_type(next(ac.DistributedDataContainer([1, 2]).batches(8)).items, list[int])
     assert_type(ac.DistributedDataContainer([1, 2])[0], int)
+    assert_type(next(iter(ac.DistributedDataContainer([1, 2]))), int)
+    assert_type(next(iter(ac.DistributedDataContainer(x))), Floats)
     assert_type(ac.DistributedDataContainer([1, 2])[1:], list[int])
     assert_type(ac.DistributedDataContainer({"x": x})[0], dict[str, Floats])
     assert_type(next(ac.DistributedDataContainer(dataset).batches(8)).items, Any)

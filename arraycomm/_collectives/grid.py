@@ -70,26 +70,22 @@ class NeighborAlltoall(Operation):
                 )
         views = [self.placement.view_known(None, into) for into in out]
         _check_apart([found.array for found in views if found is not None])
-        there = [place for place, rank in enumerate(around) if rank is not PROC_NULL]
+        there = {place: rank for place, rank in enumerate(around) if isinstance(rank, int)}
         self._outgoing = [messenger.read(blocks[place], *out) for place in there]
         self.nbytes = sum(each.nbytes for each in self._outgoing)
         self.copies = sum(each.copies for each in self._outgoing)
-        self._messenger, self._around, self._there = messenger, around, there
+        self._messenger, self._there = messenger, there
         self._blocks, self._received = blocks, out
 
     def steps(self, agreement: Agreement) -> Steps:
-        sends = [
-            (each, self._around[place])
-            for each, place in zip(self._outgoing, self._there, strict=True)
-        ]
+        there, blocks, received = self._there, self._blocks, self._received
+        sends = list(zip(self._outgoing, there.values(), strict=True))
         # In the order in which a neighbor sends, to which what lies before this rank lies after it.
-        back = sorted(self._there, key=lambda place: place ^ 1)
-        receives = [
-            (self._around[place], self._blocks[place], self._received[place]) for place in back
-        ]
+        back = sorted(there, key=lambda place: place ^ 1)
+        receives = [(there[place], blocks[place], received[place]) for place in back]
         results = yield from self._messenger.trade(sends, receives)
         for place, result in zip(back, results, strict=True):
-            self._received[place] = result
+            received[place] = result
 
     def result(self, agreement: Agreement) -> Any:
         return self._received

@@ -498,6 +498,10 @@ class DistributedDataContainer(Sequence[Any], Generic[DataT]):
             )
         return self._items.one(int(self._index[position]))
 
+    @overload
+    def __iter__(self: DistributedDataContainer[list[T]]) -> Iterator[T]: ...  # type: ignore[overload-overlap]
+    @overload
+    def __iter__(self) -> Iterator[DataT]: ...
     def __iter__(self) -> Iterator[Any]:
         self._follow()
         return (self._items.one(item) for item in self._index.tolist())
