@@ -25,8 +25,8 @@ _STEP: Final = "_arraycomm_step"
 _NO_SCOPE: Final = nullcontext()
 
 # Reduces the gradients of an optimizer's step, given its variables as well; says whether they are
-# to be applied.
-_Reduce = Callable[[Any, list[Any], Any], tuple[bool, list[Any]]]
+# to be applied: in a program of virtual ranks by an array.
+_Reduce = Callable[[Any, list[Any], Any], tuple[Any, list[Any]]]
 
 
 def check(optimizer: Any) -> None:
@@ -120,14 +120,25 @@ class _Step:
             self._gradients.fail(error)
         with scope:
             applies, reduced = self._reduce(optimizer, list(grads), known)
-        if not applies:
-            return instead
-        self._is_reduced = True
-        try:
-            with self._gradients.taking_step():
-                return apply(reduced)
-        finally:
-            self._is_reduced = False
+
+        def take() -> Any:
+            self._is_reduced = True
+            try:
+                with self._gradients.taking_step():
+                    return apply(reduced)
+            finally:
+                self._is_reduced = False
+
+        if isinstance(applies, bool):
+            return take() if applies else instead
+        if scope is _NO_SCOPE:
+            self._gradients.fail(_assigned_in_program())
+        return keras.ops.cond(applies, take, lambda: instead)
+
+    def check_between_steps(self, what: str) -> None:
+        """Raise in the middle of rounds of virtual ranks."""
+        if self._gradients.virtual is not None:
+            self._gradients.virtual.check_between_steps(what)
 
     def check_reduced(self) -> None:
         """Raise on all ranks outside of a step."""
@@ -138,6 +149,13 @@ class _Step:
                     "apply(grads, variables), which reduces gradients first"
                 )
             )
+
+
+def _assigned_in_program() -> TypeError:
+    return TypeError(
+        "DistributedOptimizer: with virtual_ranks a compiled program cannot call apply, which "
+        "would assign variables in the last round alone; call stateless_apply"
+    )
 
 
 def _check_outermost() -> None:
@@ -189,16 +207,19 @@ def _reduction_in_jax(gradients: Any, constants: Any) -> _Reduce:
     """Return what reduces gradients also inside compiled programs, such as those of `fit`."""
     from arraycomm.adapters.jax._tracing import is_traced
     from arraycomm.adapters.jax._updates import Updates
+    from arraycomm.adapters.jax._virtual import add_aside
 
     updates = Updates(gradients, constants)
 
-    def reduce(optimizer: Any, grads: list[Any], variables: Any) -> tuple[bool, list[Any]]:
+    def reduce(optimizer: Any, grads: list[Any], variables: Any) -> tuple[Any, list[Any]]:
         # A program is the same for all steps; there the reductions themselves are numbered.
         gradients.place = () if is_traced(grads) else _place(optimizer)
         inputs = {
             "params": {name: v.value for name, v in _named(variables)},
             "state": {name: v.value for name, v in _named(optimizer.variables)},
         }
+        if gradients.virtual is not None and is_traced(grads):
+            return add_aside(updates, gradients.virtual, grads, inputs)
         return updates.reduce_step(grads, inputs)
 
     return reduce
@@ -278,15 +299,28 @@ def _reducing(kind: Any) -> Any:
         values = trainable_variables, optimizer_variables
         pairs = map(zip, (self._trainable_variables, self.variables), values)
         scope = keras.StatelessScope(state_mapping=list(chain.from_iterable(pairs)))
-        step = vars(self)[_STEP]
-        return step.take(self, grads, None, rest, instead=values, scope=scope)
+        step, before = vars(self)[_STEP], tuple(map(list, values))
+        return step.take(self, grads, None, rest, instead=before, scope=scope)
 
     def update_step(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Update one variable in a step whose gradients are reduced."""
         vars(self)[_STEP].check_reduced()
         return kind.update_step(self, *args, **kwargs)
 
-    methods = apply, apply_gradients, stateless_apply, update_step
+    def save_own_variables(self: Any, store: Any) -> None:
+        """Save the state, between steps."""
+        vars(self)[_STEP].check_between_steps("save_own_variables")
+        kind.save_own_variables(self, store)
+
+    def load_own_variables(self: Any, store: Any) -> None:
+        """Load the state, between steps."""
+        vars(self)[_STEP].check_between_steps("load_own_variables")
+        kind.load_own_variables(self, store)
+
+    methods = (
+        *(apply, apply_gradients, stateless_apply, update_step),
+        *(save_own_variables, load_own_variables),
+    )
     namespace = {method.__name__: method for method in methods} | {
         "__module__": kind.__module__,
         "__qualname__": kind.__qualname__,

@@ -12,8 +12,6 @@ from arraycomm.adapters import numpy as plain
 
 __all__ = ["DistributedOptimizer", "synchronize"]
 
-PLAYS_VIRTUAL_RANKS: Final = True
-
 
 def check(optimizer: Any) -> None:
     """Raise unless this is an optimizer of MLX that is not distributed already."""

@@ -15,8 +15,6 @@ from arraycomm.adapters import numpy as plain
 
 __all__ = ["DistributedOptimizer", "synchronize"]
 
-PLAYS_VIRTUAL_RANKS: Final = True
-
 _finish_update: Final = Model.finish_update
 _CLASS: Final = (("the class of the optimizer", "thinc.api.Optimizer"),)
 

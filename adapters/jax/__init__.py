@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, Final, NamedTuple, NoReturn, Self
 
 import jax
@@ -45,8 +46,6 @@ __all__ = [
     "shard_state",
     "synchronize",
 ]
-
-PLAYS_VIRTUAL_RANKS: Final = True
 
 
 class _Distributed(optax.GradientTransformationExtraArgs):  # type: ignore[misc]

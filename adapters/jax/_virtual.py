@@ -122,6 +122,65 @@ class _Add(Call):
         raise TypeError("DistributedOptimizer: with virtual_ranks updates have no derivatives")
 
 
+@dataclass(frozen=True)
+class _AddAside(Call):
+    """The round of one update in a program without room for the totals, which stay outside.
+
+    The first result says whether the round is the last of a step; the others are its gradients.
+    """
+
+    updates: Updates
+    virtual: VirtualRanks
+    present: tuple[bool, ...]
+    watched: Watched
+    name = "DistributedOptimizer"
+
+    @property
+    def beside(self) -> int:  # type: ignore[override]
+        return len(self.watched.names)
+
+    def results(self, arrays: Sequence[Any], size: int) -> list[jax.ShapeDtypeStruct]:
+        given = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays[: sum(self.present)]]
+        return [jax.ShapeDtypeStruct((), np.dtype(bool)), *given]
+
+    def make(
+        self, over: object, place: int, arrays: Sequence[Any], outs: Sequence[Any]
+    ) -> list[Any]:
+        given, virtual, count = iter(arrays), self.virtual, sum(self.present)
+        leaves = [next(given) if there else None for there in self.present]
+        options = {"look": self.watched.looking(arrays[count:]), "missing": "error"}
+        onto = virtual.onto(range(len(leaves)))
+        made = self.updates.calls.reduce(leaves, self.updates.made, place, onto=onto, **options)
+        virtual.note(dict(enumerate(made)))
+        is_last, means = virtual.is_last, virtual.complete()
+        virtual.next_round()
+        results: list[Any] = [np.array(is_last)]
+        for number, leaf in enumerate(leaves):
+            if leaf is not None:
+                results.append(means[number] if is_last else np.zeros_like(leaf))
+        for out, result in zip(outs[: len(results)], results, strict=True):
+            if out is not None:
+                out[...] = result
+        return results
+
+
+def add_aside(
+    updates: Updates, virtual: VirtualRanks, leaves: Sequence[Any], inputs: Any
+) -> tuple[Any, list[Any]]:
+    """Add a round's gradients in a program to totals outside of it.
+
+    Return whether the optimizer takes its step, as an array, and the gradients that it then gets.
+    """
+    watched, beside = updates.watched(inputs, traced=True)
+    comm, present = updates.calls.comm, tuple(leaf is not None for leaf in leaves)
+    mark_outside_branches(updates.made, comm)
+    arrays = [jnp.asarray(leaf) for leaf in leaves if leaf is not None]
+    arrays += [jax.lax.stop_gradient(array) for array in beside]
+    applies, *made = bind(_AddAside(updates, virtual, present, watched), arrays, comm)
+    reduced = iter(made)
+    return applies, [next(reduced) if there else None for there in present]
+
+
 class VirtualUpdates:
     """The updates of one transformation in rounds; `inner` is applied in the last."""
 

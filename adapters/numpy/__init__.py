@@ -24,9 +24,6 @@ __all__ = [
     "synchronize",
 ]
 
-# Its optimizers may have fewer ranks than those as which they train.
-PLAYS_VIRTUAL_RANKS: Final = True
-
 _METHODS: Final = ("update", "step", "__call__")
 _PROTOCOL: Final = (
     "a torch optimizer, an optax transformation, a thinc optimizer, an object with a method "

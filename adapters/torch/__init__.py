@@ -46,7 +46,6 @@ __all__ = [
 
 # If all ranks' adapters do, gradients are reduced during backward passes.
 REDUCES_IN_BACKWARD: Final = True
-PLAYS_VIRTUAL_RANKS: Final = True
 
 
 def check(optimizer: Any) -> None:

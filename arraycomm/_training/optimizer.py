@@ -245,10 +245,10 @@ class _Arguments(NamedTuple):
         return (
             f", {self.op} {self.bucket_bytes} {self.accumulate} {described(self.compression)}"
             f" {self.verify_every}{self._check_sharding(adapter)}{self._check_module(adapter)}"
-            f"{self._check_virtual_ranks(adapter, ranks)}"
+            f"{self._check_virtual_ranks(ranks)}"
         )
 
-    def _check_virtual_ranks(self, adapter: ModuleType, ranks: int) -> str:
+    def _check_virtual_ranks(self, ranks: int) -> str:
         """Raise if `virtual_ranks` is wrong; return what ranks compare of it."""
         count = self.virtual_ranks
         if count is None:
@@ -262,12 +262,6 @@ class _Arguments(NamedTuple):
         for name, default in others.items():
             if (got := getattr(self, name)) != default:
                 raise ValueError(f"with virtual_ranks {name} must be {default}; got {got!r}")
-        if not hasattr(adapter, "PLAYS_VIRTUAL_RANKS"):
-            name = adapter.__name__.rpartition(".")[2]
-            raise TypeError(
-                f"optimizers of {name} cannot have virtual ranks, since {name} feeds them itself; "
-                "pass virtual_ranks=None"
-            )
         return f" {count} virtual ranks"
 
     def _check_sharding(self, adapter: ModuleType) -> str:

@@ -1,7 +1,7 @@
 """Programs of Keras, each in a process of its own: its backend is chosen when it is imported.
 
 `python -m tests.adapters.keras_programs fit` trains by `fit` on the ranks of a job, `table` takes steps with
-every optimizer there, and `steps` takes steps on threads.
+every optimizer there, `virtual` trains as several numbers of ranks, and `steps` takes steps on threads.
 """
 
 from __future__ import annotations
@@ -53,6 +53,60 @@ def fit() -> None:
         assert len(set(bits)) == 1
         for weight, expected in zip(together, fitted(plain, 0, 1), strict=True):
             np.testing.assert_allclose(weight, expected, atol=1e-5)
+
+
+def virtual() -> None:
+    """Train as five ranks on all ranks, on each alone, and on five threads: by `fit`, and by loops over variables."""
+    comm = ac.init()
+    alone = comm.split(comm.rank)
+    for wrap in (lambda plain: plain, keras.optimizers.LossScaleOptimizer):
+        for train in (
+            virtually_applied,
+            *([virtually_fitted] * (keras.backend.backend() != "numpy")),
+        ):
+            found = [train(each, wrap) for each in (comm, alone)]
+            assert found[0] == found[1]
+            assert comm.allgather_object(found) == [found] * comm.size
+    if comm.rank == 0:
+        assert run(5, virtually_applied, wrap) == [virtually_applied(alone, wrap)] * 5
+
+
+def made_virtual(comm: ac.Communicator, wrap: Any) -> tuple[Any, Any]:
+    random = np.random.default_rng(0)
+    data = {"x": random.normal(size=(33, 5)).astype("float32")}
+    plain = wrap(keras.optimizers.Adam(0.01, clipnorm=0.1))
+    share = ac.DistributedDataContainer(data, comm=comm, shuffle=True, virtual_ranks=5)
+    return share, ac.DistributedOptimizer(plain, comm=comm, virtual_ranks=5)
+
+
+def virtually_fitted(comm: ac.Communicator, wrap: Any) -> list[bytes]:
+    """Return the weights after `fit` with the batches of virtual ranks."""
+    share, optimizer = made_virtual(comm, wrap)
+    model = model_with(optimizer)
+    for epoch in range(2):
+        share.set_epoch(epoch)
+        batches = (
+            (items["x"], items["x"].sum(axis=1, keepdims=True), weights)
+            for items, weights in share.batches(2, pad=True)
+        )
+        model.fit(batches, verbose=0)
+    return [weight.tobytes() for weight in model.get_weights()]
+
+
+def virtually_applied(comm: ac.Communicator, wrap: Any) -> list[bytes]:
+    """Return the weights after steps with gradients that are missing on some virtual ranks."""
+    share, optimizer = made_virtual(comm, wrap)
+    variables = [keras.Variable(np.zeros(5, np.float32)) for _ in range(2)]
+    for items, _ in share.batches(2, pad=True):
+        grad = keras.ops.convert_to_tensor(items["x"].sum(axis=0))
+        optimizer.apply([grad, None if share.virtual_rank % 2 else grad], variables)
+        if share.completes_step:
+            optimizer.save_own_variables({})
+        else:
+            with pytest.raises(RuntimeError, match="rounds of virtual ranks are done"):
+                optimizer.save_own_variables({})
+    assert int(optimizer.iterations) == share.num_batches(2) // -(-5 // comm.size)
+    return [keras.ops.convert_to_numpy(variable.value).tobytes() for variable in variables]
 
 
 def table() -> None:
@@ -165,4 +219,4 @@ def skip(comm: ac.Communicator) -> None:
 
 
 if __name__ == "__main__":
-    {"fit": fit, "steps": steps, "table": table}[sys.argv[1]]()
+    {"fit": fit, "steps": steps, "table": table, "virtual": virtual}[sys.argv[1]]()

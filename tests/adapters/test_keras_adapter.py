@@ -43,3 +43,11 @@ def test_every_optimizer_takes_the_steps_of_one_process(
     backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check("table", backend, monkeypatch, 2)
+
+
+@needs_mpiexec
+@pytest.mark.parametrize("backend", ["numpy", "jax", pytest.param("torch", marks=ONLY_WITH_EVERY)])
+def test_virtual_ranks_train_alike_on_every_number_of_ranks(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check("virtual", backend, monkeypatch, 2)

@@ -96,7 +96,7 @@ class ReductionLaws:
 
     @law(op=st.sampled_from(ALL_OPS), seed=st.integers(1, 2**24 - 1))
     def test_every_dtype_has_its_ops(self, comm: Communicator, op: OpName, seed: int) -> None:
-        """Each dtype gets its fold in rank order of the reductions that the table says it has."""
+        """Each dtype gets its fold in rank order of the reductions that the table says."""
         dtypes = [row.dtype for row in TABLE if has_reduction(row.dtype, op)]
         assert dtypes == [row.dtype for row in TABLE if (row.dtype, op) in CASES]
         assert {op for _, op in CASES} == {*ALL_OPS}
