@@ -30,7 +30,8 @@ class VirtualState(NamedTuple):
     count : array of int32, shape ()
         Virtual ranks whose gradients are in `sums`; 0 between the optimizer's steps.
     sums : pytree
-        Totals of gradients, each of its parameter's shape, the same on every rank.
+        Totals of gradients, each of its parameter's shape, the same on every rank. None for one
+        that no virtual rank has had in the step, if updates are made eagerly.
     inner : pytree
         The optimizer's own state.
     """
@@ -66,13 +67,14 @@ class Round(NamedTuple):
                 "of the data container is True"
             )
         before = [
-            None if total is None else Total(np.asarray(view(total).array), np.dtype(dtype))
+            None
+            if total is None or not count
+            else Total(np.asarray(view(total).array), np.dtype(dtype))
             for total, dtype in zip(sums, dtypes, strict=True)
         ]
         onto = Onto(before if count else None, counts=virtual.plays(count // size))
         look = {"missing": missing, "look": look, "onto": onto}
-        made = onto.completed(self.calls.reduce(list(leaves), self.updates, place, **look))
-        totals = [new or old for new, old in zip(made, before, strict=True)]
+        totals = onto.completed(self.calls.reduce(list(leaves), self.updates, place, **look))
         is_last = count + size >= virtual.count
         return (
             [None if total is None else total.array for total in totals],
@@ -210,22 +212,36 @@ class VirtualUpdates:
         traced = is_traced((leaves, state))
         watched, beside = self._updates.watched(inputs, traced=traced)
         if traced:
+            sums = [
+                jnp.zeros(leaf.shape, total_dtype(np.dtype(leaf.dtype)))
+                if total is None and leaf is not None
+                else total
+                for total, leaf in zip(sums, leaves, strict=True)
+            ]
             new, means = self._add_in_program(leaves, sums, state.count, watched, beside)
         else:
             jax.effects_barrier()
             dtypes = [
-                jax.dtypes.result_type(like if leaf is None else leaf)
-                for leaf, like in zip(leaves, likes, strict=True)
+                None if given is None else jax.dtypes.result_type(given)
+                for given in (
+                    like if leaf is None else leaf for leaf, like in zip(leaves, likes, strict=True)
+                )
             ]
             look = watched.looking(beside)
             made = self._round.add(leaves, sums, dtypes, int(state.count), look)
-            new, means = ([_like(*pair) for pair in zip(part, sums, strict=True)] for part in made)
+            places = [
+                like if total is None else total for total, like in zip(sums, likes, strict=True)
+            ]
+            new, means = (
+                [_like(*pair) for pair in zip(part, places, strict=True)] for part in made
+            )
 
         def apply() -> tuple[Any, VirtualState]:
             gradient = jax.tree.unflatten(structure, means)
             changes, inner = self._inner.update(gradient, state.inner, params, **extra)
-            nothing = jax.tree.map(jnp.zeros_like, state.sums)
-            return changes, VirtualState(jnp.zeros_like(state.count), nothing, inner)
+            nothing = [None if total is None else jnp.zeros_like(total) for total in sums]
+            cleared = jax.tree.unflatten(of_sums, nothing)
+            return changes, VirtualState(jnp.zeros_like(state.count), cleared, inner)
 
         def wait() -> tuple[Any, VirtualState]:
             if traced:
@@ -262,8 +278,10 @@ class VirtualUpdates:
 
 
 def _like(made: Any, total: Any) -> Any:
-    """Return an array of the host where a total is."""
-    return None if made is None else to_framework(made, view(total))
+    """Return an array of the host where a total is, if there is one."""
+    if made is None or total is None:
+        return None if made is None else jnp.asarray(made)
+    return to_framework(made, view(total))
 
 
 def _check_extra(extra: dict[str, Any], count: int) -> None:

@@ -32,7 +32,7 @@ from arraycomm._launch.places import cores
 from arraycomm.adapters.torch._backward import Backward, enclosing_node
 from arraycomm.adapters.torch._buckets import Buckets
 from arraycomm.adapters.torch._join import JoinedSteps
-from arraycomm.adapters.torch._parameters import Parameters
+from arraycomm.adapters.torch._parameters import Parameters, kept_gradient
 from arraycomm.adapters.torch._rounds import BucketRounds
 from arraycomm.adapters.torch._slots import Slot
 
@@ -107,6 +107,9 @@ class BackwardReducer:
             backward.adding.append(slot.number)
         if slot.set_aside(parameter):
             backward.late = True
+        virtual = self.gradients.virtual
+        if virtual is not None and slot.base is not None and not virtual.is_complete:
+            self.gradients.fail(kept_gradient(slot.number))
         slot.accumulates(parameter)
 
     def _enter(self, task: int, slot: Slot | None = None) -> Backward | None:

@@ -231,7 +231,9 @@ class Parameters:
         for tensor, slot in zip(self.tensors, self.slots, strict=True):
             if slot.whole is not None:
                 slot.take_apart(tensor)
-        for number, why in self.left.items() if self.gradients.comm.size > 1 else ():
+        virtual, size = self.gradients.virtual, self.gradients.comm.size
+        of_others = (size if virtual is None else virtual.count) > 1
+        for number, why in self.left.items() if of_others else ():
             slot, grad = self.slots[number], self.tensors[number].grad
             if grad is None or slot.is_reduced(grad):
                 continue
@@ -303,7 +305,9 @@ class Parameters:
                 slot.forget_sent()
                 tensor.grad, slot.base = slot.base, None
                 slot.note_reduced(tensor.grad)
-            elif tensor.grad is not None and slot.is_stale(tensor.grad) and not tensor.grad.any():
+            elif tensor.grad is not None and slot.is_stale(tensor.grad):
+                if tensor.grad.any():
+                    self.gradients.fail(kept_gradient(number))
                 # Zeros of zero_grad(), which ranks that have sent a gradient have no more.
                 tensor.grad = None
         self._unchanged = False
@@ -386,6 +390,15 @@ def _changed_inside(number: int) -> RuntimeError:
     return RuntimeError(
         f"DistributedOptimizer: the gradient of parameter {number} was changed inside backward(), "
         "before it was reduced, as by a hook after its accumulation; change .grad after backward()"
+    )
+
+
+def kept_gradient(number: int) -> RuntimeError:
+    """Return the error of a gradient of the step before in a round of virtual ranks."""
+    return RuntimeError(
+        f"DistributedOptimizer: the gradient of parameter {number} is that of the step before, "
+        "which the program would see, and could clip, in each round of virtual ranks; call "
+        "optimizer.zero_grad() before backward()"
     )
 
 

@@ -10,6 +10,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
+
 import arraycomm as ac
 from arraycomm.adapters.torch._backward import Backward
 from arraycomm.adapters.torch._buckets import Buckets
@@ -117,9 +119,12 @@ class BucketRounds:
             self._finish(place, None)
             return False
         worked = [rank for rank, other in enumerate(first.places) if other.worked]
-        if worked and len(worked) < len(first.places):
-            if self._gradients.virtual is not None and _need_comparison(first.places):
-                raise _changed_by_some(worked)
+        differ = bool(worked) and len(worked) < len(first.places)
+        if self._gradients.virtual is not None:
+            root = self._gradients.virtual.check_shown(worked)
+            if root is not None and (differ or _need_comparison(first.places)):
+                self._hand_over(root)
+        elif differ:
             self._hand_over(worked[0])
         elif _need_comparison(first.places):
             compare(self._parameters)
@@ -134,16 +139,12 @@ class BucketRounds:
     def _hand_over(self, root: int) -> None:
         """Give a rank's gradients to all: it may have clipped them, others had none to clip."""
         grads, comm = self._parameters.grads, self._gradients.comm
-        mine = grads if comm.rank == root else [None] * len(grads)
+        if comm.rank == root:
+            mine = grads
+        else:
+            # What changes nothing that it is added to.
+            mine = [None if grad is None else -torch.zeros_like(grad) for grad in grads]
         self._parameters.replace(ac.allreduce_gradients(mine, "sum", comm=comm))
-
-
-def _changed_by_some(ranks: Sequence[int]) -> RuntimeError:
-    return RuntimeError(
-        f"DistributedOptimizer: .grad was changed after backward() on some of the ranks {ranks}, "
-        "and the others had no backward pass in this round of virtual ranks, so the step would "
-        "depend on the number of ranks; differentiate 0 * loss where a virtual rank has nothing"
-    )
 
 
 def _need_comparison(places: Sequence[Any]) -> bool:

@@ -371,6 +371,7 @@ class OptimizerStep(NumberedGradients):
             options["missing"] = "error"
         self._virtual = gradients.virtual
         if self._virtual is not None:
+            self._virtual.check_tree(flat)
             options["onto"] = self._virtual.onto(range(len(flat.leaves)))
         sent = flat.rebuild([*gradients.sent(flat.leaves, flat.paths)])
         super().__init__(context, memory, sent, gradients.op_of_ranks, *counted, **options)

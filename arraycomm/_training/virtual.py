@@ -15,8 +15,10 @@ from typing import Any, Self
 import numpy as np
 
 from arraycomm._arrays.buffer import Array, allocate
+from arraycomm._errors import MismatchError
 from arraycomm._folds import fold_on
 from arraycomm._trees.leaves import Onto, Total, identity
+from arraycomm._trees.pytrees import Flat
 
 
 class VirtualRanks:
@@ -38,9 +40,13 @@ class VirtualRanks:
         self.count, self.rounds = count, -(-count // size)
         self._op, self._rank, self._size = op, rank, size
         self.round, self.is_complete = 0, False
+        # Whether any has had a backward pass in the step.
+        self._worked = False
         # Of the rounds before, and of this one with them, by the numbers of the leaves.
         self._totals: dict[int, Total] = {}
         self._new: dict[int, Total] = {}
+        # How the tree of the first round says what its containers and paths are.
+        self._tree: Any = None
 
     @property
     def is_last(self) -> bool:
@@ -55,6 +61,17 @@ class VirtualRanks:
         """Return what the leaves of these numbers are added to in the round under way."""
         totals = [self._totals.get(number) for number in numbers] if self.round else None
         return Onto(totals, counts=self.plays(self.round))
+
+    def check_tree(self, tree: Flat) -> None:
+        """Raise unless a tree is as that of the first round, as ranks would compare theirs."""
+        found = tree.structure, tuple(tree.paths)
+        if not self.round:
+            self._tree = found
+        if found != self._tree:
+            raise MismatchError(
+                "DistributedOptimizer: the gradients of all virtual ranks must be trees of one "
+                f"structure; got {', '.join(found[1])} after {', '.join(self._tree[1])}"
+            )
 
     def note(self, made: Mapping[int, Total | None]) -> None:
         """Note new totals, None for a leaf that no rank has."""
@@ -73,6 +90,25 @@ class VirtualRanks:
             return {}
         return {number: self.finished(total) for number, total in self._new.items()}
 
+    def check_shown(self, worked: Sequence[int]) -> int | None:
+        """Return, in the last round, the rank that plays the last virtual rank.
+
+        It has the gradients that the optimizer applies, after whatever the program does with them.
+        On one rank no other virtual rank sees them. `worked` are the ranks that had a backward pass
+        in the round; without one the program has not seen them either.
+        """
+        self._worked |= any(self.round * self._size + rank < self.count for rank in worked)
+        if not self.is_last:
+            return None
+        root = (self.count - 1) % self._size
+        if self._worked and root not in worked:
+            raise RuntimeError(
+                f"DistributedOptimizer: virtual rank {self.count - 1}, the last one, had no "
+                "backward pass in a step in which others had one, so the program has not seen, and "
+                "could not clip, the gradients of all; differentiate 0 * loss where it has nothing"
+            )
+        return root
+
     def finished(self, total: Total) -> Array:
         """Return a total of all virtual ranks, divided if it is a mean, in the leaf's own dtype."""
         dtype = total.dtype or total.array.dtype
@@ -88,6 +124,7 @@ class VirtualRanks:
         if not self.is_complete:
             self.complete()
         self._totals = {} if self.is_last else self._new
+        self._worked = self._worked and not self.is_last
         self._new, self.is_complete = {}, False
         self.round = (self.round + 1) % self.rounds
 

@@ -16,6 +16,7 @@ import numpy as np
 from arraycomm._arrays.buffer import Array, BufferView, allocate
 from arraycomm._arrays.views import view
 from arraycomm._dtypes import BY_NAME, DType, Kind, check_movable, check_reducible, kind_of, name_of
+from arraycomm._errors import MismatchError
 from arraycomm._folds import fold_on, total_dtype
 from arraycomm._protocol.details import CallDetail
 from arraycomm._protocol.header import LeafSpec
@@ -213,6 +214,13 @@ def identity(shape: tuple[int, ...], dtype: DType) -> Array:
 
 def _check_total(total: Total, leaf: BufferView, path: str) -> None:
     dtype, wide = total.dtype or total.array.dtype, total_dtype(leaf.dtype)
+    if total.dtype is not None and (leaf.shape, leaf.dtype) != (total.array.shape, dtype):
+        # On more ranks these would be the gradients of two ranks.
+        raise MismatchError(
+            f"DistributedOptimizer: {path} is not the same on all virtual ranks: "
+            f"{name_of(dtype)} {total.array.shape} in earlier rounds of this step, and "
+            f"{name_of(leaf.dtype)} {leaf.shape} in this one"
+        )
     if leaf.shape != total.array.shape:
         raise ValueError(
             f"{path} must have the shape of the total that it is added to, {total.array.shape}; "
