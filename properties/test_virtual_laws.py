@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import arraycomm as ac
@@ -357,3 +357,115 @@ def test_programs_give_the_same_on_every_number_of_ranks(
     expected = of(program.virtual)
     assert of(first) == expected
     assert of(first, second) == expected
+
+
+# What a turn does with its gradients: backward passes, also within no_sync, and of a part of the parameters.
+PASSES = ("one", "one", "one", "none", "local", "local, one", "two", "part")
+CHANGES = {
+    "none": lambda params: None,
+    "norm": lambda params: import_module("torch").nn.utils.clip_grad_norm_(params, 0.5),
+    "in place": lambda params: [p.grad.mul_(0.5) for p in params if p.grad is not None],
+    "assigned": lambda params: [
+        setattr(p, "grad", p.grad * 0.5) for p in params if p.grad is not None
+    ],
+}
+
+
+class Loop(NamedTuple):
+    """A loop with torch that may be wrong: when it zeroes gradients, how it changes them, and its backward passes."""
+
+    virtual: int
+    zeroes: str
+    change: str
+    in_the_last_round: bool
+    passes: list[str]
+    seed: int
+
+    def play(self, comm: Any) -> Any:
+        torch = import_module("torch")
+        no_sync = import_module("arraycomm.adapters.torch").no_sync
+        used, other = params = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
+        optimizer: Any = torch.optim.SGD(params, lr=0.1, momentum=0.9)
+        ac.DistributedOptimizer(optimizer, comm=comm, virtual_ranks=self.virtual)
+        for step in range(3):
+            turns = list(played(comm, self.virtual))
+            for turn, rank in enumerate(turns):
+                is_last, who = turn == len(turns) - 1, 0 if rank == 99 else rank
+                if self.zeroes in ("set to None", "in place"):
+                    optimizer.zero_grad(set_to_none=self.zeroes == "set to None")
+                passes = self.passes[(step * self.virtual + who) % len(self.passes)]
+                data = np.random.default_rng([self.seed, step, who]).normal(size=(2, 3))
+                first, second = torch.from_numpy(data.astype(np.float32))
+
+                def backward(first=first, second=second, whole=passes != "part") -> None:
+                    (((used * first).sum() ** 2) + whole * (other * second).sum() ** 2).backward()
+
+                if passes.startswith("local"):
+                    with no_sync(optimizer):
+                        backward()
+                for _ in range({"none": 0, "local": 0, "two": 2}.get(passes, 1)):
+                    backward()
+                if is_last or not self.in_the_last_round:
+                    CHANGES[self.change](params)
+                optimizer.step()
+                if self.zeroes == "after steps" and is_last:
+                    optimizer.zero_grad()
+        return bits(param.detach() for param in params)
+
+
+LOOPS = st.builds(
+    Loop,
+    st.integers(1, 4),
+    st.sampled_from(["set to None", "in place", "after steps", "never"]),
+    st.sampled_from(sorted(CHANGES)),
+    st.booleans(),
+    st.lists(st.sampled_from(PASSES), min_size=1, max_size=8),
+    st.integers(0, 99),
+)
+
+
+def outcome(ranks: int, play: Any) -> Any:
+    """Return what all ranks return, or the classes of their own errors."""
+
+    def body(comm: Any) -> Any:
+        try:
+            return play(comm)
+        except Exception as error:
+            return type(error), error
+
+    found = run(ranks, body)
+    if not any(isinstance(each, tuple) for each in found):
+        assert found == found[:1] * ranks
+        return found[0]
+    # Every rank has one: those that have none of their own are told.
+    assert all(isinstance(each, tuple) for each in found)
+    return {kind for kind, _ in found} - {ac.PeerError}
+
+
+@given(LOOPS)
+def test_wrong_loops_are_the_same_error_on_every_number_of_ranks(loop: Loop) -> None:
+    pytest.importorskip("torch")
+    # What a program does to gradients of its own, before they are reduced, it has to do in every round.
+    assume(not (loop.in_the_last_round and "local" in loop.passes))
+    found = [outcome(ranks, loop.play) for ranks in range(1, loop.virtual + 1)]
+    assert found == found[:1] * loop.virtual
+
+
+@given(st.integers(2, 4), st.integers(0, 3), st.sampled_from(["shape", "dtype", "name", "more"]))
+def test_other_trees_are_the_same_error_on_every_number_of_ranks(
+    virtual: int, which: int, wrong: str
+) -> None:
+    def play(comm: Any) -> None:
+        optimizer = ac.DistributedOptimizer(Recorded(), comm=comm, virtual_ranks=virtual)
+        for rank in played(comm, virtual):
+            tree = {"a": np.ones(2), "b": np.ones(3)}
+            if rank == which % virtual:
+                tree["b"] = {"shape": np.ones(4), "dtype": np.ones(3, np.float32)}.get(
+                    wrong, tree["b"]
+                )
+                tree["c"] = tree["b"]
+                del tree["b" if wrong == "name" else "a" if wrong == "more" else "c"]
+            optimizer.update(np.zeros(3), tree)
+
+    for ranks in range(1, virtual + 1):
+        assert outcome(ranks, play) == {ac.MismatchError}
