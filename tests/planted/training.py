@@ -26,6 +26,7 @@ _VIRTUAL: Final = (
     "virtual_ranks_update_as_ranks_do",
     "programs_give_the_same_on_every_number_of_ranks",
 )
+_WRONG_LOOPS: Final = ("wrong_loops_are_the_same_error_on_every_number_of_ranks",)
 _TOTALS: Final = ("a_total_goes_on_from_call_to_call",)
 _BATCH_NORM: Final = ("batch_norm_of_ranks_is_that_of_the_whole_batch",)
 
@@ -140,6 +141,20 @@ OPTIMIZERS: Final = (
         "        fold_on(self._op, dtype, before, self.count - 1, [row], made.reshape(-1), more=False)\n"
         '        made = made / made.dtype.type(self.rounds) if self._op == "mean" else made',
         _VIRTUAL,
+    ),
+    Fault(
+        "whose gradients: the first rank's, which may be clipped for another virtual rank, are applied",
+        "arraycomm/_training/virtual.py",
+        "        root = (self.count - 1) % self._size",
+        "        root = worked[0] if worked else 0",
+        _WRONG_LOOPS,
+    ),
+    Fault(
+        "other trees in other rounds: a round adds the leaves of any tree to the total",
+        _GRADIENTS,
+        "            self._virtual.check_tree(flat)\n",
+        "",
+        ("other_trees_are_the_same_error_on_every_number_of_ranks",),
     ),
     Fault(
         "nobody's gradients: a rank adds what it has in a round without a virtual rank of its own",
