@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import inspect
 from contextlib import nullcontext
-from functools import partial
-from typing import Any, Final, NamedTuple, NoReturn, Self
+from typing import Any, NamedTuple, NoReturn, Self
 
 import jax
 import jax.numpy as jnp
