@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from hypothesis import strategies as st
 
 import arraycomm as ac
 from arraycomm import Communicator
+from arraycomm._cuda import selection
 from arraycomm.testing import run
 from arraycomm.testing._arrays.oracle import expected
 from tests.support.device import in_own_stream, library, linked_devices
@@ -22,8 +25,35 @@ from tests.support.on_ranks import alone
 pytestmark = alone
 SIZE = 2
 TIMEOUT, PATIENT = 1.0, 60.0
-# That of a step which is given up, on a machine that does other things as well.
-GIVEN_UP = TIMEOUT + 3.0
+# A step is given up within so many seconds after that, on a machine that does nothing else.
+GIVEN_UP = 1.0
+# In which each rank makes calls, before it makes others that may go ahead of their check.
+TWICE = range(2)
+
+
+class Lateness:
+    """For how many seconds the machine has kept a thread of this process waiting that only naps."""
+
+    NAP = 0.02
+
+    def __init__(self) -> None:
+        self.seconds, self._over = 0.0, threading.Event()
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        thread = threading.Thread(target=self._nap)
+        thread.start()
+        try:
+            yield
+        finally:
+            self._over.set()
+            thread.join()
+
+    def _nap(self) -> None:
+        while not self._over.is_set():
+            began = time.monotonic()
+            time.sleep(self.NAP)
+            self.seconds += time.monotonic() - began - self.NAP
 
 
 def _tree(comm: Communicator, x: Any) -> Any:
@@ -49,6 +79,16 @@ KINDS: dict[str, tuple[Callable[..., Any], Callable[..., Any] | None, Callable[.
         Communicator.reduce_scatter,
         Communicator.ireduce_scatter,
         lambda rows, rank: expected(rows, "sum")[rank],
+    ),
+    "scan": (
+        Communicator.scan,
+        Communicator.iscan,
+        lambda rows, rank: expected(rows[: rank + 1], "sum"),
+    ),
+    "parts": (
+        lambda comm, x: comm.alltoall(x.reshape(SIZE, -1)).reshape(-1),
+        lambda comm, x: comm.ialltoall(x.reshape(SIZE, -1)),
+        lambda rows, rank: np.concatenate([row.reshape(SIZE, -1)[rank] for row in rows]),
     ),
     "tree": (_tree, None, lambda rows, _: expected(rows, "sum")),
 }
@@ -82,6 +122,12 @@ DIFFERENT: dict[str, Ends] = {
         lambda comm, x: comm.reduce_scatter(x.reshape(2, 2)),
         lambda comm, x: comm.reduce_scatter(x.reshape(2, 2), "max"),
     ),
+    "root": (Communicator.bcast, lambda comm, x: comm.bcast(x, 1)),
+    "what the root has": (Communicator.bcast, lambda comm, x: comm.bcast(x.view("int32"))),
+    "request of shares": (
+        lambda comm, x: comm.ireduce_scatter(x.reshape(2, 2)).wait(),
+        lambda comm, x: comm.ireduce_scatter(x.reshape(2, 2), "max").wait(),
+    ),
     "parts": (
         lambda comm, x: comm.alltoall(x.reshape(2, 2)),
         lambda comm, x: comm.alltoall(x.reshape(2, 2).view("int32")),
@@ -102,8 +148,31 @@ DIFFERENT: dict[str, Ends] = {
 ENDS = ("", *DIFFERENT, "wrong argument", "does not come")
 
 
+# How NCCL fails to join the ranks, which then use another link.
+STARTS = ("", "", "", "", "refuses", "does not connect")
+
+
+@contextmanager
+def _joined(start: str) -> Iterator[None]:
+    from cupy import _nccl
+
+    if start == "refuses":
+        library().fails["ncclCommInitRankConfig"] = 5
+    if start != "does not connect":
+        yield
+        return
+    with (
+        mock.patch.object(_nccl.Mailbox, "connect", return_value=False),
+        mock.patch.object(selection, "_LIMIT", 0.2),
+    ):
+        yield
+
+
 class Turn(NamedTuple):
-    """A call: of which communicator, what, how many elements, and which rank comes late, if any."""
+    """Calls: of which communicator, what, how many elements, and how often.
+
+    Which rank comes late, if any, and has arrays that are not where prepared calls take them.
+    """
 
     comm: int
     kind: str
@@ -111,6 +180,8 @@ class Turn(NamedTuple):
     dtype: str
     late: int | None
     request: bool
+    times: int
+    apart: int | None
 
 
 TURNS = st.builds(
@@ -122,7 +193,18 @@ TURNS = st.builds(
     st.sampled_from(["float32", "float32", "int32", "float16"]),
     st.sampled_from([None, None, None, 0, 1]),
     st.booleans(),
+    st.sampled_from([1, 1, 3]),
+    st.sampled_from([None, None, None, 0, 1]),
 )
+
+
+def _array(turn: Turn, row: Any, rank: int) -> Any:
+    import cupy
+
+    if turn.apart != rank:
+        return cupy.asarray(row)
+    flat = np.concatenate([row.reshape(-1)[:1], row.reshape(-1)])
+    return cupy.asarray(flat)[1:].reshape(row.shape)
 
 
 def _rows(turn: Turn, number: int) -> list[Any]:
@@ -137,16 +219,14 @@ def _put_there(rank: int) -> int:
     return sum(comm.issued for comm in comms if comm.owner == rank)
 
 
-def _follow(comm: Communicator, many: int, turns: list[Turn], end: str) -> None:
-    import cupy
-
+def _follow(comm: Communicator, many: int, turns: list[Turn], end: str, late: Lateness) -> None:
     comms = [comm, *(comm.dup(timeout=PATIENT) for _ in range(many - 1))]
     last = comm.dup(timeout=TIMEOUT)
     outstanding: list[tuple[Any, Any]] = []
-    for number, turn in enumerate(turns):
+    for number, turn in enumerate(one for one in turns for _ in range(one.times)):
         rows = _rows(turn, number)
         call, start, result = KINDS[turn.kind]
-        x, want = cupy.asarray(rows[comm.rank]), result(rows, comm.rank)
+        x, want = _array(turn, rows[comm.rank], comm.rank), result(rows, comm.rank)
         if turn.late == comm.rank:
             time.sleep(2e-3)
         where = comms[turn.comm % many]
@@ -160,8 +240,8 @@ def _follow(comm: Communicator, many: int, turns: list[Turn], end: str) -> None:
         else:
             assert np.array_equal(call(where, x).get(), want)
     for request, want in reversed(outstanding):
-        assert np.array_equal(request.wait().get(), want)
-    _end(last, end)
+        assert np.array_equal(request.wait().get().reshape(want.shape), want)
+    _end(last, end, late)
     for each in comms:
         each.barrier()
 
@@ -173,7 +253,7 @@ def _go_on(comm: Communicator, x: Any) -> None:
     comm.barrier()
 
 
-def _end(comm: Communicator, end: str) -> None:
+def _end(comm: Communicator, end: str, late: Lateness) -> None:
     """Make some calls that are prepared in the end, and one that cannot be right.
 
     Whoever reads a result of it at once reads no number.
@@ -181,12 +261,14 @@ def _end(comm: Communicator, end: str) -> None:
     import cupy
 
     x = cupy.full(4, comm.rank + 1, "float32")
-    for _ in range(3):
+    for _ in TWICE:
         assert (comm.allreduce(x).get() == 3).all()
         assert (comm.allreduce(x, "max").get() == 2).all()
+        for call in DIFFERENT.get(end, ()):
+            call(comm, x)
     if not end:
         return
-    began, wrong = time.monotonic(), comm.rank == 1
+    wrong, before, began = comm.rank == 1, late.seconds, time.monotonic()
     got = None
     if not (wrong and end == "does not come"):
         calls: Any = (Communicator.allreduce, lambda comm, _: comm.allreduce("text"))
@@ -195,7 +277,8 @@ def _end(comm: Communicator, end: str) -> None:
             got = got if isinstance(got, np.ndarray) else got.get()
         with pytest.raises(ac.ArrayCommError):
             _go_on(comm, x if end in DIFFERENT else None)
-        assert time.monotonic() - began < GIVEN_UP
+        took = time.monotonic() - began - (late.seconds - before)
+        assert took < TIMEOUT + GIVEN_UP, (took, late.seconds - before)
     else:
         time.sleep(TIMEOUT + 0.5)
         with pytest.raises(ac.ArrayCommError):
@@ -203,10 +286,17 @@ def _end(comm: Communicator, end: str) -> None:
     assert got is None or (got.view("uint8") == 255).all(), end
 
 
-@given(many=st.integers(1, 4), turns=st.lists(TURNS, max_size=8), end=st.sampled_from(ENDS))
+@given(
+    many=st.integers(1, 4),
+    turns=st.lists(TURNS, max_size=8),
+    end=st.sampled_from(ENDS),
+    start=st.sampled_from(STARTS),
+)
 def test_programs_are_right_or_end_in_an_error_in_time(
-    many: int, turns: list[Turn], end: str
+    many: int, turns: list[Turn], end: str, start: str
 ) -> None:
     """Each puts its work on the devices before its calls return: with one queue as well as with several."""
-    with linked_devices("nccl"):
-        run(SIZE, in_own_stream(lambda comm: _follow(comm, many, turns, end)), timeout=PATIENT)
+    late = Lateness()
+    with linked_devices("nccl"), _joined(start), late():
+        ranks = in_own_stream(lambda comm: _follow(comm, many, turns, end, late))
+        run(SIZE, ranks, timeout=PATIENT)

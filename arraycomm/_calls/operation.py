@@ -113,6 +113,16 @@ class Operation:
         self.group = context.group
         self.placement = context.host if placement is None else placement
 
+    @property
+    def is_independent(self) -> bool:
+        """Whether the call needs nothing from the header."""
+        return self.header_independent and self.payload is None
+
+    @property
+    def may_go_ahead(self) -> bool:
+        """Whether the call need not wait for the check of its header on a rank's device."""
+        return self.is_independent or self.independent_on_devices
+
     def pack(self, room: int) -> Bytes | None:
         """Return what travels with the header, if it fits in `room` bytes; -1 is no room at all."""
         return None

@@ -183,15 +183,21 @@ class Placements:
 
     # Calls that are prepared; see `_prepared/fast_paths.py`.
 
-    def prepare(self, name: str, op: str, x: Any) -> Any:
-        """Return what puts calls with arrays like `x` on a device; None if nothing does.
+    def prepare(self, make: Callable[[HostPlacement], Any], x: Any, out: Any) -> Any:
+        """Return what puts calls with arrays like these on a device; None if nothing does.
 
-        `op` is that of a reduction.
+        `make` makes the call with a placement, and returns it with its movements.
         """
         return None
 
-    def put(self, prepared: Any, found: Any, show: Callable[[None], None]) -> None:
-        """Put a call on a device, and show its header."""
+    def put(
+        self, prepared: Any, found: Any, show: Callable[[None], None], *, beside: bool
+    ) -> Callable[[], None] | None:
+        """Put a call on a device, and show its header; return what lets its caller use the result.
+
+        If it is `beside` what the caller does meanwhile, that is still to be called.
+        """
+        return None
 
     # The life of a communicator.
 

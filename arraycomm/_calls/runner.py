@@ -166,14 +166,14 @@ class Runner:
         self,
         agreeing: Generator[Handle, None, Agreement],
         site: str | None,
-        placement: HostPlacement,
+        placement: HostPlacement | None,
         operation: OperationClass[P],
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> Steps:
         """Go on with a call whose header has been shown, and differs from that of other ranks.
 
-        `site` is that of a request, `placement` that of the arrays.
+        `site` is that of a request, `placement` that of the arrays if it is known.
         """
         prepare = self._preparing(site is not None, operation, *args, **kwargs)
         agreement = yield from agreeing
@@ -226,11 +226,11 @@ class Runner:
         if group.closed is not None:
             raise group.closed_error(operation.name)
         group.watchdog.current = (operation.name, site)
-        if _is_independent(operation) and not group.options.check:
+        if operation.is_independent and not group.options.check:
             # Counted as two steps, so that exit notices tell before from after.
             group.control.step += 2
             return (yield from self._finish(operation, NO_HEADERS))
-        deferred = placement.async_check and _may_go_ahead(operation)
+        deferred = placement.async_check and operation.may_go_ahead
         # The header may be checked later, in whichever thread.
         where = (site or find_call_site()) if deferred else site
         show(group.control, prefix_of(operation), operation.payload)
@@ -269,7 +269,7 @@ class Runner:
 
     def _finish(self, operation: Operation, agreement: Agreement) -> Steps:
         placement, digest = operation.placement, 0
-        if placement.in_order and self.group.options.check and _may_go_ahead(operation):
+        if placement.in_order and self.group.options.check and operation.may_go_ahead:
             # That of ranks which go ahead, also on one that takes part from its host.
             digest = digest_of(_encoded(operation.signature, -1, device_flag=ALL_ON_DEVICE))
         return placement.run(_finished(operation, agreement), digest)
@@ -315,15 +315,6 @@ def prefix_of(operation: Operation) -> bytes:
     prefix = _encoded(operation.signature, payload, device_flag=flag)
     word, further = operation.word, operation.further_words
     return with_words(prefix, word, further) if word or further else prefix
-
-
-def _is_independent(operation: Operation) -> bool:
-    return operation.header_independent and operation.payload is None
-
-
-def _may_go_ahead(operation: Operation) -> bool:
-    """Return whether the call need not wait for the check of its header on a rank's device."""
-    return _is_independent(operation) or operation.independent_on_devices
 
 
 def _finished(operation: Operation, agreement: Agreement) -> Steps:

@@ -153,12 +153,13 @@ class current(working_on):  # noqa: N801
 class _Event:
     """A CUDA event, recorded on a stream."""
 
-    def __init__(self, cuda: Any, device: int, stream: int) -> None:
+    def __init__(self, cuda: Any, device: int, stream: int | None = None) -> None:
         self._runtime = cuda.runtime
         self._device = device
         with current(device):
             self._event = cuda.Event(disable_timing=True)
-            self._runtime.eventRecord(self._event.ptr, stream)
+            if stream is not None:
+                self._runtime.eventRecord(self._event.ptr, stream)
         self._done = False
 
     @property
@@ -275,6 +276,10 @@ class CudaMemory(DeviceMemory):
 
     def record(self) -> _Event:
         return _Event(self._cupy.cuda, self.device, self.stream)
+
+    def event(self) -> _Event:
+        """Return an event that is recorded otherwise."""
+        return _Event(self._cupy.cuda, self.device)
 
     def words(self, count: int) -> Array:
         found = pinned(self.device).empty(4 * count).view(np.uint32)

@@ -7,7 +7,6 @@ a rank has no device, all arrays are copied to the host.
 
 from __future__ import annotations
 
-import math
 import operator
 import threading
 import time
@@ -22,10 +21,11 @@ import numpy as np
 from arraycomm._arrays.current_device import spare_captures
 from arraycomm._arrays.device_memory import DeviceBuffer, DeviceMemory, Event
 from arraycomm._calls.custom_ops import Op
+from arraycomm._calls.operation import Operation
 from arraycomm._calls.placement import HostPlacement, Placements
 from arraycomm._cuda import arrays
 from arraycomm._cuda.callers import Waiters
-from arraycomm._cuda.device import DeviceRequest, choose_device, current
+from arraycomm._cuda.device import CudaMemory, DeviceRequest, choose_device, current
 from arraycomm._cuda.frameworks import framework_of
 from arraycomm._cuda.link import DeviceLink
 from arraycomm._cuda.nccl_link import NcclLink
@@ -37,14 +37,14 @@ from arraycomm._cuda.placement import (
     TreePlacement,
     UploadedTreePlacement,
 )
-from arraycomm._cuda.prepared import Found, PreparedCall
+from arraycomm._cuda.prepared import Found, Make, PreparedCall, Recording, result_of
 from arraycomm._cuda.streams import LEASES
 from arraycomm._errors import BackendUnavailableError
 from arraycomm._native import compiled
 from arraycomm._protocol.agreement import Agreement
 from arraycomm._protocol.details import exchange_details
 from arraycomm._protocol.group import Group
-from arraycomm._protocol.header import ALL_ON_DEVICE, ON_HOST, Signature, digest, digest_of, encode
+from arraycomm._protocol.header import ALL_ON_DEVICE, ON_HOST, digest, digest_of, encode
 from arraycomm._protocol.waits import clock
 from arraycomm._reduce.selection import GATHER_BYTES
 from arraycomm._transports.base import Steps
@@ -296,44 +296,76 @@ class Devices(Placements):
         if len(LEASES):
             _sweep.add(self)
 
-    def prepare(self, name: str, op: str, x: Any) -> PreparedCall | None:
-        framework, link, progress = framework_of(x), self.link, self._progress
+    def prepare(self, make: Make, x: Sequence[Any], out: Any) -> PreparedCall | None:
+        framework, link, progress = framework_of(x[0]), self.link, self._progress
         if framework is None or not isinstance(link, NcclLink) or link.size == 1:
             return None
-        device = link.memory.device
-        if compiled is None or progress is None or self.digests is None:
+        memory = link.memory
+        if compiled is None or progress is None or not isinstance(memory, CudaMemory):
             return None
-        if framework.plain_address(x, device) is None:
+        if None in [framework.plain_address(each, memory.device) for each in x]:
             return None
-        (stream,) = framework.streams(device)
-        _, shape, _, dtype = framework.export(x, "x", link.memory).layout
-        operation = link.operation(name, op, dtype, math.prod(shape))
-        if operation is None or not operation.nbytes or stream == link.memory.own_stream:
+        (stream,) = framework.streams(memory.device)
+        if stream == memory.own_stream or {framework_of(each) for each in x} != {framework}:
             return None
-        link = link.at(stream)
-        with current(device):
-            self._scratch = self._scratch or link.empty(GATHER_BYTES, np.dtype(np.uint8))
-            signature = Signature(name, op or None, None, dtype, shape)
-            shown, gathered = link.empty(1, _DIGEST), self.digests[: link.size]
-            link.put_digest(digest_of(encode(signature, -1, device_flag=ALL_ON_DEVICE)), shown)
-            digests, words = (shown, gathered), progress.addresses
-            return PreparedCall(framework, operation, shape, link, self._scratch, digests, words)
+        with current(memory.device):
+            memory, prepared = memory.at(stream), None
+            for in_place in (False, True)[: 1 + (out is not None)]:
+                recording = Recording(self._group, link, self, memory, len(x), in_place=in_place)
+                made, moving = make(recording)
+                if in_place and (made.target is None or made.target.shape != tuple(x[0].shape)):
+                    break
+                prepared = prepared or PreparedCall(framework, link, memory, made)
+                if made.may_go_ahead and self.digests is not None:
+                    # Other calls wait for their headers.
+                    prepared.digest = prepared.digest or self._digest_of(made, link.at(stream))
+                    recording.link.gather_digests(prepared.digest, self.digests)
+                prepared.parts = result_of(moving)
+                word = progress.addresses[0]
+                if not prepared.add(recording, word, len(x), in_place=in_place):
+                    return None
+            return prepared
 
-    def put(self, prepared: PreparedCall, found: Found, show: Callable[[None], None]) -> None:
+    def _digest_of(self, made: Operation, link: NcclLink) -> DeviceBuffer:
+        """Return the digest of a call's header, on the device."""
+        found = link.empty(1, _DIGEST)
+        header = encode(made.signature, -1, device_flag=ALL_ON_DEVICE)
+        link.put_digest(digest_of(header), found)
+        return found
+
+    def _scratch_of(self, nbytes: int, memory: DeviceMemory) -> DeviceBuffer:
+        """Return memory for a prepared call, that of all if it is little."""
+        if nbytes > GATHER_BYTES:
+            return memory.allocate(nbytes)
+        if self._scratch is None:
+            self._scratch = memory.at(memory.own_stream).allocate(GATHER_BYTES)
+        return self._scratch
+
+    def put(
+        self, prepared: PreparedCall, found: Found, show: Callable[[None], None], *, beside: bool
+    ) -> Callable[[], None] | None:
         """Put a prepared call on its stream, after this communicator's work in other streams."""
-        assert self._progress is not None
-        if self._last is not None and self._stream != prepared.stream:
-            self._last.wait_on(prepared.stream)
-        self._stream = prepared.stream
-        number = self._progress.next()
+        link, progress = self.link, self._progress
+        assert isinstance(link, NcclLink)
+        assert progress is not None
+        stream = link.memory.own_stream if beside else prepared.stream
+        if self._last is not None and self._stream != stream:
+            self._last.wait_on(stream)
+        self._stream = stream
+        scratch = self._scratch_of(prepared.scratch_bytes, link.memory.at(stream))
+        event = prepared.new_event() if beside else prepared.event
+        number = progress.next()
         _watch.add(self)
-        if not prepared.begin(found, number, show):
-            self._group.engine.wait_for(prepared.has_begun)
-        prepared.end()
-        self._progress.over()
-        self._last = prepared.event
+        done = prepared.begin(found, number, stream, event.handle, scratch.address, show)
+        while not done:
+            self._group.engine.wait_for(prepared.has_put)
+            done = prepared.go_on(found)
+        progress.over()
+        event.renew()
+        self._last = event
         if len(LEASES):
             _sweep.add(self)
+        return partial(prepared.waiters(found).wait, event) if beside else None
 
     def look(self, waited: float = 0.0) -> None:
         """Check deferred headers, NCCL's errors, and whether other ranks are late.

@@ -80,7 +80,7 @@ class Spoiled(ctypes.Structure):
 THREADS: Final = 256
 # Enough to fill any device several times over; each thread of a larger array takes more elements.
 MAX_BLOCKS: Final = 4096
-# Each of these blocks reads the host's memory, which takes a microsecond, and mostly does no more.
+# Of those that spoil, which mostly do nothing but look whether they have to.
 LOOKING_BLOCKS: Final = 8
 
 
@@ -116,12 +116,16 @@ class Kernels:
             table["target"] = offsets + target
             table["nbytes"] = sizes
             table["end"] = np.cumsum(-(-sizes // CHUNK_BYTES))
-            self._launch("copy_pieces", (), int(table["end"][-1]), argument.ctypes.data, stream)
+            blocks, at = int(table["end"][-1]), argument.ctypes.data
+            self._launch("copy_pieces", (), blocks, at, PIECES.itemsize, stream)
 
     def spoil(self, target: int, nbytes: int, given_up: int, shown: Shown, stream: int) -> None:
         """Set all bits of the target if the uint32 at `given_up` is not 0, or digests differ."""
         argument = Spoiled(target, nbytes, given_up, shown)
-        self._launch("spoil", (), spoiling_blocks(nbytes), ctypes.addressof(argument), stream)
+        # Each of these blocks reads the host's memory, which takes a microsecond.
+        blocks = min(-(-nbytes // CHUNK_BYTES), LOOKING_BLOCKS)
+        at, size = ctypes.addressof(argument), ctypes.sizeof(argument)
+        self._launch("spoil", (), blocks, at, size, stream)
 
     def reduce(
         self,
@@ -142,9 +146,10 @@ class Kernels:
         definitions = definitions_of(op, dtype)
         if kernel == "fold" and len(rows) <= FEW_ROWS:
             few, blocks = few_of(dtype, rows, outs[0], count)
-            self.launch_few(op, dtype, few, blocks, stream)
+            at, size = ctypes.addressof(few), ctypes.sizeof(few)
+            self._launch("fold_few", definitions, blocks, at, size, stream)
             return
-        argument = np.empty(ROWS_BYTES // 8, np.int64)
+        argument = np.zeros(ROWS_BYTES // 8, np.int64)
         narrow = argument[-2:].view(np.int32)
         packed = _packed(dtype, [*rows, *outs])
         carried = total_dtype(dtype).itemsize if goes_on(op) else words_of(dtype) * WORD.itemsize
@@ -157,16 +162,18 @@ class Kernels:
             argument[: len(here)] = here
             argument[MAX_ROWS : MAX_ROWS + len(into)] = into
             narrow[:] = len(here), before, before + len(here) < len(rows), packed
-            self._launch(kernel, definitions, blocks, argument.ctypes.data, stream)
-
-    def launch_few(self, op: str, dtype: DType, few: Few, blocks: int, stream: int) -> None:
-        """Fold a few rows."""
-        self._launch("fold_few", definitions_of(op, dtype), blocks, ctypes.addressof(few), stream)
+            self._launch(kernel, definitions, blocks, argument.ctypes.data, ROWS_BYTES, stream)
 
     def _launch(
-        self, kernel: str, definitions: tuple[str, ...], blocks: int, argument: int, stream: int
+        self,
+        kernel: str,
+        definitions: tuple[str, ...],
+        blocks: int,
+        argument: int,
+        nbytes: int,
+        stream: int,
     ) -> None:
-        """Put a kernel on the stream; the launch copies its argument, which is at an address."""
+        """Put a kernel on the stream; the launch copies its argument, bytes at an address."""
         function = function_of(self._device, kernel, definitions)
         arguments = ctypes.c_void_p(argument)
         call(
@@ -179,11 +186,6 @@ class Kernels:
 def definitions_of(op: str, dtype: DType) -> tuple[str, ...]:
     """Return what chooses the kernels of an operation and a dtype."""
     return f"-DOP=op_{op}", f"-DDTYPE=dtype_{name_of(dtype)}"
-
-
-def spoiling_blocks(nbytes: int) -> int:
-    """Return the number of blocks of threads that spoil `nbytes` bytes."""
-    return min(-(-nbytes // CHUNK_BYTES), LOOKING_BLOCKS)
 
 
 def blocks_of(dtype: DType, count: int, *, packed: bool) -> int:

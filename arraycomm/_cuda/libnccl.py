@@ -112,7 +112,8 @@ SIGNATURES: Final[dict[str, tuple[Any, ...]]] = {
 _TEXTS: Final = ("ncclGetErrorString", "ncclGetLastError")
 _OPTIONAL: Final = ("ncclCommSplit",)
 _IN_C: Final = (
-    *("ncclGroupStart", "ncclGroupEnd", "ncclAllGather", "ncclAllReduce", "ncclCommGetAsyncError"),
+    *("ncclGroupStart", "ncclGroupEnd", "ncclCommGetAsyncError", "ncclAllGather", "ncclAllReduce"),
+    *("ncclBroadcast", "ncclSend", "ncclRecv"),
 )
 
 

@@ -10,19 +10,16 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Generator, Iterator, Sequence
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 
 from arraycomm._arrays.device_memory import DeviceBuffer, DeviceMemory
 from arraycomm._cuda.device import shared_devices
-from arraycomm._cuda.kernels import FEW_ROWS
 from arraycomm._cuda.libnccl import UINT8, Call, Comm, Library
 from arraycomm._cuda.link import DeviceLink, Nothing
 from arraycomm._dtypes import BY_DTYPE, DType, Kind, kind_of
 from arraycomm._errors import TransportError
-from arraycomm._reduce.blocks import fit
-from arraycomm._reduce.selection import Algorithm, select
 from arraycomm._transports.base import Blocks, Handle
 
 # ncclRedOp_t
@@ -47,22 +44,6 @@ class _Operation:
         if not self._over:
             self._over = not self._comm.in_progress()
         return self._over
-
-
-class Operation(NamedTuple):
-    """An operation of NCCL that is a whole collective, of `nbytes` a rank.
-
-    It has `elements` of NCCL's `type`, and reduces by NCCL's `op`, or gathers if that is -1.
-    A kernel may fold what was gathered.
-    """
-
-    dtype: DType
-    op_name: str
-    nbytes: int
-    elements: int
-    type: int
-    op: int
-    folds: bool
 
 
 class NcclLink(DeviceLink):
@@ -152,10 +133,15 @@ class NcclLink(DeviceLink):
 
     def show(self, digest: int, digests: DeviceBuffer) -> None:
         if self.size > 1:
-            mine, gathered = digests[self.size :], digests[: self.size]
+            mine = digests[self.size :]
             self.put_digest(digest, mine)
-            call: Call = ("ncclAllGather", mine.address, gathered.address, mine.nbytes, UINT8)
-            self._showing = call, gathered
+            self.gather_digests(mine, digests)
+
+    def gather_digests(self, mine: DeviceBuffer, digests: DeviceBuffer) -> None:
+        """Have the ranks' digests gathered as `show` does; this one's is in the memory `mine`."""
+        gathered = digests[: self.size]
+        call: Call = ("ncclAllGather", mine.address, gathered.address, mine.nbytes, UINT8)
+        self._showing = call, gathered
 
     def put_digest(self, digest: int, into: DeviceBuffer) -> None:
         """Put a digest on the device, once that comes to it."""
@@ -233,24 +219,6 @@ class NcclLink(DeviceLink):
             "ncclAllReduce", source.address, target.address, len(parts), kind, _OPS[op]
         )  # fmt: skip
         return self._start([reduce] if len(parts) else [], source, target)
-
-    def operation(self, name: str, op: str, dtype: DType, count: int) -> Operation | None:
-        """Return the NCCL operation that a collective of this size is, if it is one.
-
-        `op` is that of a reduction.
-        """
-        nbytes = count * dtype.itemsize
-        gather = Operation(dtype, op, nbytes, nbytes, UINT8, -1, folds=name == "allreduce")
-        if name == "allgather":
-            return gather if fit(nbytes * self.size) else None
-        algorithm = select(self, op, dtype, nbytes)
-        if algorithm is Algorithm.NATIVE:
-            part = _part(dtype)
-            kind, parts = BY_DTYPE[part].nccl, nbytes // part.itemsize
-            assert kind is not None
-            return Operation(dtype, op, nbytes, parts, kind, _OPS[op], folds=False)
-        few = algorithm is Algorithm.GATHER and self.size <= FEW_ROWS
-        return gather if few else None
 
     # The end of the link
 

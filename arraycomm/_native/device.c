@@ -1,31 +1,34 @@
 /* See device.h.
  *
- * A DeviceCall puts one collective call on a stream again and again: the word that says that the device has come to it,
- * the operation of NCCL, the kernel that makes the result of it, or that spoils the result of a call that was given up,
- * the word of its end, and an event. Between the first two the header is shown. Whatever differs from call to call it is
- * given: where the elements are, where the result goes, and the number of the word.
+ * A DeviceCall puts the steps of one call on a stream again and again: the word that says that the device has come to it,
+ * operations of NCCL, copies and kernels, the word of its end, and an event. Before the first of them the header is shown.
+ * The steps were recorded by _cuda/prepared.py, with what the full call puts there. Memory that differs from call to call is
+ * named in them by a number, which the highest bits of an address have, and given with each call.
  *
- * It is given the addresses of the functions, and so needs no header of theirs. _cuda/kernels.py has the arguments of the
- * kernels, and _cuda/prepared.py decides which calls are made so. Whoever calls has the communicator's turn; who calls
- * `begin` has NCCL's communicator for itself. */
+ * It is given the addresses of the functions, and so needs no header of theirs. Whoever calls has the communicator's turn,
+ * and NCCL's communicator for itself. */
 
 #include "device.h"
 
 #include <sched.h>
 #include <stdbool.h>
 #include <stdint.h>
+#include <string.h>
 
 #include "slots.h"
 #include "turns.h"
 
 /* ncclResult_t: NCCL completes by itself what is in progress. How long it is waited for, in nanoseconds. */
 enum { IN_PROGRESS = 7, PATIENCE = 1000000 };
-/* What `begin` and `end` return beside 0, if their part is on the stream: an error of NCCL or of CUDA is added to its base. */
+/* What `begin` and `go_on` return beside 0, if all is on the stream: an error of NCCL or of CUDA is added to its base. */
 enum { UNFINISHED = 1, NCCL_ERROR = 1 << 12, CUDA_ERROR = 1 << 16 };
-/* ncclDataType_t of plain bytes. */
-enum { BYTES = 1 };
 /* The first handles name default streams, which cannot be captured. */
 enum { DEFAULT_STREAMS = 2 };
+/* From which bit on an address has the number of the memory; 0 is that of addresses which do not differ. */
+enum { NUMBER_FROM = 52, MOST_MEMORIES = 1 << 11 };
+/* What a step is. A group has `count` operations of NCCL, which follow it. */
+enum { GROUP, GATHER, REDUCE, BROADCAST, SEND, RECEIVE, COPY, KERNEL, KINDS };
+enum { FUNCTIONS = 15 };
 
 typedef int (*Plain)(void);
 typedef int (*GetContext)(void **);
@@ -33,15 +36,27 @@ typedef int (*IsCapturing)(void *, int *);
 typedef int (*WriteWord)(void *, uint64_t, uint32_t, unsigned);
 typedef int (*Launch)(void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void *, void **, void **);
 typedef int (*Record)(void *, void *);
+typedef int (*WaitFor)(void *, void *, unsigned);
+typedef int (*Copy)(uint64_t, uint64_t, size_t, void *);
 typedef int (*AllGather)(const void *, void *, size_t, int, void *, void *);
 typedef int (*AllReduce)(const void *, void *, size_t, int, int, void *, void *);
+typedef int (*OneWay)(void *, size_t, int, int, void *, void *);
 typedef int (*GetError)(void *, int *);
 
-/* The argument of the kernel, at the end of which `number` is written to `word`; as far as calls differ in it. */
+/* From where, into where, and how many elements of which type of NCCL's; by which reduction, from which root, or with which
+ * rank. A copy has bytes. A kernel is `from`, its argument begins at the byte `into` of the arguments, it has `count` blocks
+ * of `type` threads. */
 typedef struct {
-    uint64_t out;
-    uint32_t number;
-} Differing;
+    int kind, type, other;
+    uint64_t from, into;
+    Py_ssize_t count;
+} Step;
+
+/* Where in the arguments of kernels an address is. */
+typedef struct {
+    Py_ssize_t at;
+    uint64_t address;
+} Place;
 
 typedef struct {
     PyObject ob_base;
@@ -50,25 +65,27 @@ typedef struct {
     WriteWord write;
     Launch launch;
     Record record;
+    WaitFor wait;
+    Copy copy;
     Plain group_start, group_end;
-    AllGather all_gather;
-    AllReduce all_reduce;
     GetError error;
-    void *here, *stream, *event, *comm;
-    /* The operation: of `count` elements of a type of NCCL's; an all-reduce by `op`, or an all-gather if that is -1. */
-    Py_ssize_t count;
-    int type, op;
-    /* Where the digest of this rank's header is, and where those of all ranks are gathered along with the operation. */
-    uint64_t digest, digests;
-    /* Where the operation's result goes that a kernel makes the call's of; 0 if it is the call's. */
-    uint64_t scratch;
-    /* The kernel, its argument, and where in that the address of the result is, and the number of its end, or -1. */
-    void *kernel;
-    unsigned blocks, threads;
-    Py_buffer argument;
-    Py_ssize_t out_at, number_at;
+    AllGather all_gather;
+    AllReduce all_reduce, broadcast;
+    OneWay send, receive;
+    /* The context and the stream of the caller, and an event there, for which other streams wait. */
+    void *here, *stream, *before, *comm;
+    Step *steps;
+    Place *places;
+    Py_ssize_t count, placed, memories;
+    /* The arguments of all kernels, and where the last of these finds the number of the end that it writes, or -1. */
+    Py_buffer arguments;
+    Py_ssize_t number_at;
     uint64_t word;
-    Differing now;
+    /* Of the call now: the next step, its stream and event, the number of its beginning, where each memory is. */
+    Py_ssize_t next;
+    void *in, *event;
+    uint32_t number;
+    uint64_t *memory;
 } DeviceCall;
 
 static PyObject *device_type;
@@ -78,12 +95,12 @@ static PyObject *device_type;
 /* The addresses of the functions, in the order of the fields. */
 static int set_functions(DeviceCall *self, PyObject *table)
 {
-    void *found[10];
-    if (PyTuple_Size(table) != 10) {
-        PyErr_SetString(PyExc_ValueError, "there are ten functions");
+    void *found[FUNCTIONS];
+    if (PyTuple_Size(table) != FUNCTIONS) {
+        PyErr_Format(PyExc_ValueError, "there are %d functions", FUNCTIONS);
         return -1;
     }
-    for (int place = 0; place < 10; ++place) {
+    for (int place = 0; place < FUNCTIONS; ++place) {
         found[place] = PyLong_AsVoidPtr(PyTuple_GetItem(table, place));
         if (found[place] == NULL) {
             if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "a function is nowhere");
@@ -95,11 +112,16 @@ static int set_functions(DeviceCall *self, PyObject *table)
     self->write = (WriteWord)(uintptr_t)found[2];
     self->launch = (Launch)(uintptr_t)found[3];
     self->record = (Record)(uintptr_t)found[4];
-    self->group_start = (Plain)(uintptr_t)found[5];
-    self->group_end = (Plain)(uintptr_t)found[6];
-    self->all_gather = (AllGather)(uintptr_t)found[7];
-    self->all_reduce = (AllReduce)(uintptr_t)found[8];
+    self->wait = (WaitFor)(uintptr_t)found[5];
+    self->copy = (Copy)(uintptr_t)found[6];
+    self->group_start = (Plain)(uintptr_t)found[7];
+    self->group_end = (Plain)(uintptr_t)found[8];
     self->error = (GetError)(uintptr_t)found[9];
+    self->all_gather = (AllGather)(uintptr_t)found[10];
+    self->all_reduce = (AllReduce)(uintptr_t)found[11];
+    self->broadcast = (AllReduce)(uintptr_t)found[12];
+    self->send = (OneWay)(uintptr_t)found[13];
+    self->receive = (OneWay)(uintptr_t)found[14];
     return 0;
 }
 
@@ -108,39 +130,80 @@ static bool lies_in(const Py_buffer *buffer, Py_ssize_t at, size_t nbytes)
     return at >= 0 && at % (Py_ssize_t)nbytes == 0 && at <= buffer->len - (Py_ssize_t)nbytes;
 }
 
-static int set_argument(DeviceCall *self, PyObject *argument)
+static bool is_known(const DeviceCall *self, uint64_t address)
 {
-    if (PyObject_GetBuffer(argument, &self->argument, PyBUF_WRITABLE)) return -1;
-    const Py_buffer *const buffer = &self->argument;
-    if (lies_in(buffer, self->out_at, sizeof(uint64_t)) &&
-        (self->number_at < 0 || lies_in(buffer, self->number_at, sizeof(uint32_t))) && (uintptr_t)buffer->buf % 8 == 0)
-        return 0;
-    PyErr_SetString(PyExc_ValueError, "the argument has no room for what differs");
+    return (Py_ssize_t)(address >> NUMBER_FROM) < self->memories;
+}
+
+/* The first `after` steps are those of groups that were begun. */
+static bool is_right(const DeviceCall *self, Py_ssize_t number, Py_ssize_t after)
+{
+    const Step *const step = &self->steps[number];
+    if (step->kind < 0 || step->kind >= KINDS || step->count < 0) return false;
+    if (number < after) return step->kind > GROUP && step->kind < COPY && is_known(self, step->from) && is_known(self, step->into);
+    if (step->kind == GROUP) return step->count <= self->count - number - 1;
+    if (step->kind == KERNEL) return lies_in(&self->arguments, (Py_ssize_t)step->into, sizeof(uint64_t));
+    return step->kind == COPY && is_known(self, step->from) && is_known(self, step->into);
+}
+
+static int set_steps(DeviceCall *self, PyObject *steps, PyObject *places)
+{
+    Py_ssize_t after = 0;
+    bool right = self->memories > 0 && self->memories <= MOST_MEMORIES && (uintptr_t)self->arguments.buf % 8 == 0 &&
+                 (self->number_at < 0 || lies_in(&self->arguments, self->number_at, sizeof(uint32_t)));
+    self->count = PyList_Size(steps);
+    self->placed = PyList_Size(places);
+    if (self->count < 0 || self->placed < 0) return -1;
+    self->steps = PyMem_Calloc((size_t)self->count + 1, sizeof(Step));
+    self->places = PyMem_Calloc((size_t)self->placed + 1, sizeof(Place));
+    self->memory = PyMem_Calloc((size_t)(right ? self->memories : 0) + 1, sizeof(uint64_t));
+    if (!self->steps || !self->places || !self->memory) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (Py_ssize_t number = 0; number < self->count; ++number) {
+        Step *const step = &self->steps[number];
+        unsigned long long from, into;
+        if (!PyArg_ParseTuple(PyList_GetItem(steps, number), "iKKnii", &step->kind, &from, &into, &step->count, &step->type,
+                              &step->other))
+            return -1;
+        step->from = from;
+        step->into = into;
+    }
+    for (Py_ssize_t number = 0; right && number < self->count; ++number) {
+        right = is_right(self, number, after);
+        if (right && number >= after && self->steps[number].kind == GROUP) after = number + 1 + self->steps[number].count;
+    }
+    for (Py_ssize_t number = 0; number < self->placed; ++number) {
+        unsigned long long address;
+        if (!PyArg_ParseTuple(PyList_GetItem(places, number), "nK", &self->places[number].at, &address)) return -1;
+        self->places[number].address = address;
+        right = right && lies_in(&self->arguments, self->places[number].at, sizeof address) && is_known(self, address);
+    }
+    if (right) return 0;
+    PyErr_SetString(PyExc_ValueError, "the steps are not as they are recorded");
     return -1;
 }
 
 static PyObject *device_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
 {
-    static char *names[] = {"functions", "stream", "event", "comm", "operation", "digests", "scratch", "kernel",
-                            "grid",      "argument", "at",    "word", NULL};
-    PyObject *functions, *argument;
-    unsigned long long stream, event, comm, digest, digests, scratch, kernel, word;
+    static char *names[] = {"functions", "stream", "before", "comm", "steps", "places", "arguments", "memories", "number_at",
+                            "word",      NULL};
+    PyObject *functions, *steps, *places, *arguments;
+    unsigned long long stream, before, comm, word;
     DeviceCall *self = (DeviceCall *)PyType_GenericAlloc(type, 0);
     if (self == NULL) return NULL;
-    if (!PyArg_ParseTupleAndKeywords(args, keywords, "O!KKK(nii)(KK)KK(II)O(nn)K", names, &PyTuple_Type, &functions, &stream,
-                                     &event, &comm, &self->count, &self->type, &self->op, &digest, &digests, &scratch, &kernel,
-                                     &self->blocks, &self->threads, &argument, &self->out_at, &self->number_at, &word) ||
-        set_functions(self, functions) || set_argument(self, argument)) {
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "O!KKKO!O!OnnK", names, &PyTuple_Type, &functions, &stream, &before, &comm,
+                                     &PyList_Type, &steps, &PyList_Type, &places, &arguments, &self->memories,
+                                     &self->number_at, &word) ||
+        set_functions(self, functions) || PyObject_GetBuffer(arguments, &self->arguments, PyBUF_WRITABLE) ||
+        set_steps(self, steps, places)) {
         Py_DECREF((PyObject *)self);
         return NULL;
     }
     self->stream = (void *)(uintptr_t)stream;
-    self->event = (void *)(uintptr_t)event;
+    self->before = (void *)(uintptr_t)before;
     self->comm = (void *)(uintptr_t)comm;
-    self->kernel = (void *)(uintptr_t)kernel;
-    self->digest = digest;
-    self->digests = digests;
-    self->scratch = scratch;
     self->word = word;
     /* The device that is current now is that of the call. */
     Py_BEGIN_ALLOW_THREADS
@@ -152,7 +215,10 @@ static PyObject *device_new(PyTypeObject *type, PyObject *args, PyObject *keywor
 static void device_dealloc(DeviceCall *self)
 {
     PyTypeObject *const type = Py_TYPE((PyObject *)self);
-    if (self->argument.obj) PyBuffer_Release(&self->argument);
+    if (self->arguments.obj) PyBuffer_Release(&self->arguments);
+    PyMem_Free(self->steps);
+    PyMem_Free(self->places);
+    PyMem_Free(self->memory);
     PyObject_Free(self);
     Py_DECREF((PyObject *)type);
 }
@@ -201,73 +267,120 @@ static int await_nccl(const DeviceCall *self)
     }
 }
 
-static int put_operation(const DeviceCall *self, uint64_t source)
+static uint64_t address_of(const DeviceCall *self, uint64_t recorded)
 {
-    const void *const from = (const void *)(uintptr_t)source;
-    void *const into = (void *)(uintptr_t)(self->scratch ? self->scratch : self->now.out);
-    const void *const digest = (const void *)(uintptr_t)self->digest;
-    void *const digests = (void *)(uintptr_t)self->digests;
+    return self->memory[recorded >> NUMBER_FROM] + (recorded & (((uint64_t)1 << NUMBER_FROM) - 1));
+}
+
+static int put_operation(const DeviceCall *self, const Step *step)
+{
+    void *const from = (void *)(uintptr_t)address_of(self, step->from);
+    void *const into = (void *)(uintptr_t)address_of(self, step->into);
+    const size_t count = (size_t)step->count;
+    switch (step->kind) {
+    case GATHER: return self->all_gather(from, into, count, step->type, self->comm, self->in);
+    case REDUCE: return self->all_reduce(from, into, count, step->type, step->other, self->comm, self->in);
+    case BROADCAST: return self->broadcast(from, into, count, step->type, step->other, self->comm, self->in);
+    case SEND: return self->send(from, count, step->type, step->other, self->comm, self->in);
+    default: return self->receive(into, count, step->type, step->other, self->comm, self->in);
+    }
+}
+
+static int put_group(const DeviceCall *self, const Step *group)
+{
     int result = of_nccl(self->group_start()), end;
-    /* First, as in full calls. */
-    if (!result) result = of_nccl(self->all_gather(digest, digests, sizeof(uint64_t), BYTES, self->comm, self->stream));
-    if (!result)
-        result = of_nccl(self->op < 0
-                             ? self->all_gather(from, into, (size_t)self->count, self->type, self->comm, self->stream)
-                             : self->all_reduce(from, into, (size_t)self->count, self->type, self->op, self->comm, self->stream));
+    for (const Step *step = group + 1; !result && step <= group + group->count; ++step)
+        result = of_nccl(put_operation(self, step));
     /* A group that stays open would hold back all later calls of this thread. */
     end = of_nccl(self->group_end());
     return result ? result : end ? end : await_nccl(self);
 }
 
-/* Put what comes after the operation on the stream. */
-static int put_end(DeviceCall *self)
+static int put_kernel(const DeviceCall *self, const Step *step)
 {
-    char *const argument = self->argument.buf;
-    void *arguments[] = {argument};
-    *(uint64_t *)(void *)(argument + self->out_at) = self->now.out;
-    if (self->number_at >= 0) *(uint32_t *)(void *)(argument + self->number_at) = self->now.number + 1;
-    int status = self->launch(self->kernel, self->blocks, 1, 1, self->threads, 1, 1, 0, self->stream, arguments, NULL);
-    if (!status && self->number_at < 0) status = self->write(self->stream, self->word, self->now.number + 1, 0);
-    return of_cuda(status ? status : self->record(self->event, self->stream));
+    void *arguments[] = {(char *)self->arguments.buf + step->into};
+    return self->launch((void *)(uintptr_t)step->from, (unsigned)step->count, 1, 1, (unsigned)step->type, 1, 1, 0, self->in,
+                        arguments, NULL);
+}
+
+/* Put the steps that are left on the stream, as far as NCCL is done with the one before, and the end. */
+static int put_rest(DeviceCall *self)
+{
+    while (self->next < self->count) {
+        const Step *const step = &self->steps[self->next];
+        int found;
+        self->next += 1 + (step->kind == GROUP ? step->count : 0);
+        if (step->kind == GROUP)
+            found = put_group(self, step);
+        else if (step->kind == KERNEL)
+            found = of_cuda(put_kernel(self, step));
+        else
+            found = of_cuda(self->copy(address_of(self, step->into), address_of(self, step->from), (size_t)step->count, self->in));
+        if (found) return found;
+    }
+    const int status = self->number_at < 0 ? self->write(self->in, self->word, self->number + 1, 0) : 0;
+    return of_cuda(status ? status : self->record(self->event, self->in));
+}
+
+static int put_all(DeviceCall *self)
+{
+    char *const arguments = self->arguments.buf;
+    int status = 0;
+    for (const Place *place = self->places; place < self->places + self->placed; ++place) {
+        const uint64_t address = address_of(self, place->address);
+        memcpy(arguments + place->at, &address, sizeof address);
+    }
+    if (self->number_at >= 0) {
+        const uint32_t end = self->number + 1;
+        memcpy(arguments + self->number_at, &end, sizeof end);
+    }
+    if (self->in != self->stream) {
+        status = self->record(self->before, self->stream);
+        if (!status) status = self->wait(self->in, self->before, 0);
+    }
+    if (!status) status = self->write(self->in, self->word, self->number, 0);
+    return status ? of_cuda(status) : put_rest(self);
 }
 
 static PyObject *device_begin(DeviceCall *self, PyObject *const *args, Py_ssize_t nargs)
 {
-    if (nargs != 4) return PyErr_Format(PyExc_TypeError, "begin takes two addresses, a number and a function");
-    const uint64_t source = PyLong_AsUnsignedLongLong(args[0]);
-    const uint64_t out = PyLong_AsUnsignedLongLong(args[1]);
-    const unsigned long number = PyLong_AsUnsignedLong(args[2]);
+    if (nargs != 3 + self->memories) return PyErr_Format(PyExc_TypeError, "begin takes %zd addresses", self->memories - 1);
+    const unsigned long number = PyLong_AsUnsignedLong(args[0]);
+    self->in = PyLong_AsVoidPtr(args[1]);
+    self->event = PyLong_AsVoidPtr(args[2]);
+    for (Py_ssize_t memory = 1; memory < self->memories; ++memory)
+        self->memory[memory] = PyLong_AsUnsignedLongLong(args[2 + memory]);
     if (PyErr_Occurred()) return NULL;
-    PyObject *const shown = PyObject_CallFunctionObjArgs(args[3], Py_None, NULL);
+    PyObject *const shown = PyObject_CallFunctionObjArgs(args[nargs - 1], Py_None, NULL);
     if (shown == NULL) return NULL;
     Py_DECREF(shown);
     int found;
-    self->now = (Differing){out, (uint32_t)number};
+    self->number = (uint32_t)number;
+    self->next = 0;
     Py_BEGIN_ALLOW_THREADS
-    found = of_cuda(self->write(self->stream, self->word, self->now.number, 0));
-    if (!found) found = put_operation(self, source);
+    found = put_all(self);
     Py_END_ALLOW_THREADS
     return PyLong_FromLong(found);
 }
 
-static PyObject *device_end(DeviceCall *self, PyObject *none)
+static PyObject *device_go_on(DeviceCall *self, PyObject *none)
 {
     (void)none;
     int found;
     Py_BEGIN_ALLOW_THREADS
-    found = put_end(self);
+    found = put_rest(self);
     Py_END_ALLOW_THREADS
     return PyLong_FromLong(found);
 }
 
 static PyMethodDef device_methods[] = {
     {"ready", (PyCFunction)(void (*)(void))device_ready, METH_NOARGS,
-     PyDoc_STR("ready(): True if the device is this thread's current one, and the stream is not captured.")},
+     PyDoc_STR("ready(): True if the device is this thread's current one, and the caller's stream is not captured.")},
     {"begin", (PyCFunction)(void (*)(void))device_begin, METH_FASTCALL,
-     PyDoc_STR("begin(source, out, number, show): show the header by show(None), and put the operation of NCCL on the stream. 0; or 1 if "
-               "NCCL has not done so yet; or an error.")},
-    {"end", (PyCFunction)(void (*)(void))device_end, METH_NOARGS,
-     PyDoc_STR("end(): put what comes after the operation on the stream; 0, or an error.")},
+     PyDoc_STR("begin(number, stream, event, *addresses, show): show the header by show(None), and put the steps on a stream, the caller's "
+               "or one that waits for it. 0; or 1 if NCCL is still at one of them; or an error.")},
+    {"go_on", (PyCFunction)(void (*)(void))device_go_on, METH_NOARGS,
+     PyDoc_STR("go_on(): put the rest there, once NCCL is done; return what `begin` does.")},
     {NULL, NULL, 0, NULL},
 };
 

@@ -45,7 +45,7 @@ typedef struct {
     size_t compared;
     bool expects_own;
     PyObject *header, *headers, *dtype, *queue;
-    PyObject *path; /* what goes on in Python; see _collectives/fast_path.py */
+    PyObject *path; /* what goes on in Python; see _prepared/fast_path.py */
     Counts *control;
     Turn *turn;
     Nodes *nodes; /* NULL on one node */

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from time import perf_counter
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 
@@ -23,34 +23,32 @@ from arraycomm._arrays.results import allocate_like, commit_out, to_framework, v
 from arraycomm._arrays.views import by_address, view
 from arraycomm._calls.operation import NO_SHARE, Context, Operation, Share
 from arraycomm._calls.pickles import Pickled
-from arraycomm._calls.placement import Destination
+from arraycomm._calls.placement import Destination, HostPlacement
 from arraycomm._calls.requests import Ended, Request, noting
-from arraycomm._calls.runner import OperationClass, Runner, prefix_of
+from arraycomm._calls.runner import OperationClass, Runner
 from arraycomm._calls.statistics import Count
 from arraycomm._callsite import call_site, find_call_site
-from arraycomm._collectives.movements import Allgather, FromRoot
+from arraycomm._collectives.movements import FromRoot
 from arraycomm._collectives.objects import ObjectOperation
 from arraycomm._collectives.reductions import Allreduce
-from arraycomm._dtypes import DType
 from arraycomm._errors import ConcurrentUseError, TransportError
 from arraycomm._folds import in_c
 from arraycomm._native import compiled
 from arraycomm._prepared.fast_paths import ONCE, FastPath
+from arraycomm._prepared.steps import DIGEST, Call, Form, Step, moving, step_of, step_on_device
 from arraycomm._protocol.agreement import UndeliveredError, agree
-from arraycomm._protocol.header import ALL_ON_DEVICE, MAX_DIMS, ON_HOST, Headers, Signature, encode
+from arraycomm._protocol.header import MAX_DIMS, Signature, encode
+from arraycomm._protocol.task import Finished
 from arraycomm._protocol.waits.waiting import give_up_core
 from arraycomm._reduce import chunks
 from arraycomm._reduce.algorithms import allreduce
 from arraycomm._transports.base import Steps
-from arraycomm._transports.control import PREFIX, ControlChannel
 
-# The digest in a header, by which ranks compare calls.
-_DIGEST: Final = slice(0, 8)
+# At ranks that are a little later, before a call on devices is made in full.
+_LOOKS: Final = 200
 # In bytes: smaller results are not aligned.
 _FEW: Final = 4096
 _PLAIN: Final = (np.ndarray, type(None))
-# At ranks that are a little later, before a call on devices is made in full.
-_LOOKS: Final = 200
 # What is sent, the memory for the result, and what makes of that what the caller gets.
 _Found = tuple[Any, Any, Callable[[], Any] | None]
 
@@ -144,11 +142,12 @@ def _remember(
     # A function may be another one in each call.
     if not {*map(type, rest)} <= {str, int, type(None)} or (guard and guard.place() is None):
         return
-    if runner.placements.on_device(x):
-        _keep_on_device(runner, key, operation, x, rest)
+    arrays = kind.arrays(x)
+    if arrays and all(map(runner.placements.on_device, arrays)):
+        _keep_on_device(runner, Call(key, operation, rest), x, out, kind)
     elif operation is Allreduce:
         keep_allreduce(runner, key, x, *rest)
-    elif not _may_keep(runner, *kind.arrays(x)) or ended not in (None, runner.group.control.step):
+    elif not _may_keep(runner, *arrays) or ended not in (None, runner.group.control.step):
         return
     elif not again:
         runner.fast_paths.keep(key, ONCE)
@@ -161,39 +160,9 @@ def _remember(
                 made = operation(context, *kind.arguments(x, rest, out))
                 if guard is not None:
                     made.signature = guard.sign(made.signature, place)
-                step = _step(runner, made, x, result)
+                step = step_of(runner, made, x, result)
                 path = step and kind(runner, Call(key, operation, rest), step, made)
             runner.fast_paths.keep(key, path or FastPath())
-
-
-def _keep_on_device(
-    runner: Runner,
-    key: tuple[Any, ...],
-    operation: OperationClass[...],
-    x: Any,
-    rest: tuple[Any, ...],
-) -> None:
-    """Keep the fast path of a call with an array on a device, or that it has none."""
-    group, paths = runner.group, runner.fast_paths
-    if paths.repeats is None or not paths.may_keep or not group.options.check or runner.guard:
-        return
-    op = rest[0] if operation is Allreduce else ""
-    prepared: Any = None
-    if operation is Allreduce or operation is Allgather:
-        # What is wrong with that is no matter of the call which has just succeeded.
-        with suppress(Exception):
-            prepared = runner.placements.prepare(operation.name, op, x)
-    if prepared is None or len(prepared.shape) > MAX_DIMS:
-        # Arrays of other types may be on the host in the next call.
-        if key[4][0] or type(x).__module__ == "cupy":
-            paths.keep(key, FastPath())
-        return
-    form = Form(prepared.dtype, prepared.shape)
-    signature = Signature(operation.name, op or None, None, *form)
-    header = encode(signature, -1, device_flag=ALL_ON_DEVICE)
-    headers = header[_DIGEST] * group.size
-    step = Step(signature, header, headers, None, None, NO_SHARE, plain=False, addresses=None)
-    paths.keep(key, AheadCall(runner, Call(key, operation, rest), step, prepared))
 
 
 def _may_keep(runner: Runner, *arrays: Any) -> bool:
@@ -205,84 +174,29 @@ def _may_keep(runner: Runner, *arrays: Any) -> bool:
     return not any(map(runner.placements.on_device, arrays))
 
 
-class Form(NamedTuple):
-    """The dtype and the shape of an array."""
+def _keep_on_device(runner: Runner, call: Call, x: Any, out: Any, kind: type[Exchanged]) -> None:
+    """Keep the fast path of a call whose arrays are on a device, or that it has none."""
+    group, paths = runner.group, runner.fast_paths
+    if paths.repeats is None or not paths.may_keep or not group.options.check or runner.guard:
+        return
 
-    dtype: DType
-    shape: tuple[int, ...]
+    def make(placement: HostPlacement) -> tuple[Operation, Steps]:
+        context = Context(group, runner.placements, placement)
+        made = call.operation(context, *kind.arguments(x, call.rest, out))
+        made.payload = made.pack(placement.inline_bytes)
+        return made, moving(made, kind.taken_apart)
 
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
-class Call(NamedTuple):
-    """A call `operation(context, x, *rest, out)`, and the key by which its fast path is found."""
-
-    key: tuple[Any, ...]
-    operation: OperationClass[...]
-    rest: tuple[Any, ...]
-
-
-class Step(NamedTuple):
-    """What a rank shows in the step of a call, with the array that it sends, and what it gets.
-
-    `headers` is what all ranks have shown, or its beginning, one after the other. If the call is
-    `plain`, its arrays are NumPy's. Otherwise `addresses` says whether they need no view.
-    """
-
-    signature: Signature
-    header: bytes
-    headers: bytes
-    sends: Form | None
-    gets: Form | None
-    share: Share
-    plain: bool
-    addresses: ByAddress | None
-
-
-def _step(runner: Runner, made: Operation, x: Any, result: Any) -> Step | None:
-    """Return the step of a small call that has just been made; None if it is not known."""
-    control, share = runner.group.control, made.share()
-    found = Headers(control)
-    made.payload = made.pack(made.placement.inline_bytes)
-    header, shown = prefix_of(made), bytes(control.mine[control.step & 1][PREFIX])
-    is_large = made.payload is None and made.header_independent
-    # If further steps have been made, it is lost what all ranks have shown.
-    if share is None or is_large or not made.placement.host or shown != header:
-        return None
-    # What is on a device of another rank does not come with its header, nor from one in `join`.
-    calls = set(map(found.call_digest, range(control.size)))
-    if found.device_flags() != {ON_HOST} or len(calls) > 1:
-        return None
-    plain = type(x) in _PLAIN and type(result) in _PLAIN
-    source: BufferView | None = None if made.payload is None else getattr(made, "source", None)
-    if source is not None and source.copied:
-        # It would be copied in each call.
-        return None
-    sends = None if source is None else Form(source.dtype, source.shape)
-    gets = None if made.target is None else Form(made.target.dtype, made.target.shape)
-    compared = _DIGEST
-    if isinstance(made, FromRoot):
-        compared, known = slice(None), found.array(made.root)
-        if known is None or found.payload_bytes(made.root) < 0:
-            return None
-        # What others pass to a scatter is not looked at.
-        if not (plain or made.is_root or (made.whole and x is not None)):
-            return None
-        gets = Form(*known)
-    elif not found.agree():
-        return None
-    headers = _shown(control, header, compared)
-    return Step(made.signature, header, headers, sends, gets, share, plain, by_address(x))
-
-
-def _shown(control: ControlChannel, own: bytes, compared: slice) -> bytes:
-    """Return what all ranks have shown in the last step."""
-    parity = control.step & 1
-    if control.alike[parity]:
-        return own[compared] * control.size
-    return b"".join(row[PREFIX].tobytes()[compared] for row in control.rows[parity])
+    path = FastPath()
+    # What is wrong with that is no matter of the call which has just succeeded, and another thread
+    # may be in a call by now.
+    with suppress(Exception), group.turn():
+        prepared = runner.placements.prepare(make, kind.arrays(x), out)
+        step = prepared and kind.fits(call, prepared.made) and step_on_device(group, prepared.made)
+        path = DevicePath(runner, call, step, prepared, kind) if step else path
+    # Arrays of other types may be on the host in the next call.
+    of_cupy = {type(each).__module__ for each in kind.arrays(x)} == {"cupy"}
+    if type(path) is DevicePath or call.key[4][0] or of_cupy:
+        paths.keep(call.key, path)
 
 
 def keep_allreduce(runner: Runner, key: tuple[Any, ...], x: Any, op: str) -> None:
@@ -309,8 +223,8 @@ def keep_allreduce(runner: Runner, key: tuple[Any, ...], x: Any, op: str) -> Non
         signature = Signature("allreduce", op, None, *form)
         if guard is not None:
             signature = guard.sign(signature, key[4][1])
-        header = encode(signature, -1 if large else form.nbytes)
-        headers, share = header[_DIGEST] * group.size, Share(range(group.size), 0, op)
+        header = encode(signature, -1 if large else nbytes_of(form))
+        headers, share = header[DIGEST] * group.size, Share(range(group.size), 0, op)
         call = Call(key, Allreduce, (op,))
         plain = type(x) is np.ndarray
         step = Step(signature, header, headers, form, form, share, plain, by_address(x))
@@ -330,7 +244,8 @@ class Exchanged(FastPath):
     def __init__(self, runner: Runner, call: Call, step: Step, made: Any = None) -> None:
         group, control = runner.group, runner.group.control
         self._runner, self._group, self._engine = runner, group, group.engine
-        self._placement, self._negotiable = runner.placements.host, False
+        self._placement: HostPlacement | None = runner.placements.host
+        self._negotiable = False
         self._call, self._signature = call, step.signature
         self._current = (call.operation.name, None)
         share, (sends, sent), (gets, given) = step.share, _size(step.sends), _size(step.gets)
@@ -369,6 +284,21 @@ class Exchanged(FastPath):
     def arrays(x: Any) -> Sequence[Any]:
         """Return what may be on a device of what the call is given."""
         return (x,)
+
+    @staticmethod
+    def fits(call: Call, made: Any) -> bool:
+        """Return whether a call of arrays on devices that was made may have a fast path."""
+        return True
+
+    @staticmethod
+    def taken_apart(result: Any) -> list[Any]:
+        """Return the arrays of a result."""
+        return [] if result is None else [result]
+
+    @staticmethod
+    def whole(x: Any, results: list[Any]) -> Any:
+        """Return the result of these arrays, of a call of `x`."""
+        return results[0] if results else None
 
     def free(self) -> None:
         """Let go of the native part's object, which has this one, and the memory of the slots."""
@@ -415,7 +345,12 @@ class Exchanged(FastPath):
 
 
 def _size(form: Form | None) -> tuple[tuple[int, ...], int]:
-    return ((), 0) if form is None else (form.shape, form.nbytes)
+    return ((), 0) if form is None else (form.shape, nbytes_of(form))
+
+
+def nbytes_of(form: Form) -> int:
+    """Return the bytes of an array."""
+    return math.prod(form.shape) * form.dtype.itemsize
 
 
 class SmallCall(Exchanged):
@@ -429,7 +364,7 @@ class SmallCall(Exchanged):
         if self._addresses is not None and self._gets is not None:
             self._new = self._addresses.maker(self._gets.shape, self._gets.dtype)
         # To align memory takes longer than JAX's copy of few bytes that are not.
-        self._empty = np.empty if step.gets is None or step.gets.nbytes <= _FEW else allocate
+        self._empty = np.empty if step.gets is None or nbytes_of(step.gets) <= _FEW else allocate
 
     def __call__(self, x: Any, out: Any) -> Any:
         if not self._plain:
@@ -556,7 +491,7 @@ class SmallCall(Exchanged):
 
     def count(self) -> Count:
         calls, seconds = self.exchange.counts()
-        nbytes = 0 if self._sends is None else self._sends.nbytes
+        nbytes = 0 if self._sends is None else nbytes_of(self._sends)
         return Count(self._call.operation.name, calls, calls * nbytes, seconds)
 
 
@@ -615,7 +550,7 @@ class LargeAllreduce(Exchanged):
 
     def __init__(self, runner: Runner, call: Call, step: Step, form: Form) -> None:
         super().__init__(runner, call, step)
-        (self._op,), (self._dtype, self._shape), self._nbytes = call.rest, form, form.nbytes
+        (self._op,), (self._dtype, self._shape), self._nbytes = call.rest, form, nbytes_of(form)
         self._link = runner.group.transport
         self._calls, self._seconds = 0, 0.0
 
@@ -675,58 +610,103 @@ class LargeAllreduce(Exchanged):
         return Count("allreduce", self._calls, self._calls * self._nbytes, self._seconds)
 
 
-class AheadCall(Exchanged):
-    """The fast path of calls with arrays on devices, which go ahead of the check of their headers.
+class DevicePath(Exchanged):
+    """The fast path of calls with arrays on devices; `prepared` puts them there.
 
-    The next call checks the header, or a thread that looks before. `prepared` puts the call on the
-    device.
+    Most go ahead of the check of their headers. The next call checks the header, or a thread that
+    looks before. The others wait for it.
     """
 
-    def __init__(self, runner: Runner, call: Call, step: Step, prepared: Any) -> None:
+    def __init__(
+        self, runner: Runner, call: Call, step: Step, prepared: Any, kind: type[Exchanged]
+    ) -> None:
         super().__init__(runner, call, step)
+        # Made in full, each goes where its arrays are.
+        self._placement, self._ahead = None, prepared.made.may_go_ahead
+        self._kind = kind
+        # As the class has it, in an attribute of this object.
+        self.arguments = kind.arguments  # type: ignore[method-assign]
         self._prepared, self._nbytes = prepared, prepared.nbytes
         self._calls, self._seconds = 0, 0.0
 
     def __call__(self, x: Any, out: Any) -> Any:
-        started, engine, prepared = perf_counter(), self._engine, self._prepared
-        if prepared is None:
-            return NotImplemented
-        with engine.turn:
-            if not self._is_idle() or self._group.closed is not None:
-                return NotImplemented
-            found = prepared.look(x, out)
+        with self._engine.turn:
+            found = self._look(x, out, beside=False)
             if found is None:
                 return NotImplemented
-            try:
-                self._go_ahead(prepared, found)
-            except BaseException as error:
-                if isinstance(error, TransportError) and self._group.deferred_error is not None:
-                    # Another thread has ended the group, and with it what this call was in.
-                    raise self._group.closed_error(self._signature.operation) from error
-                self.give_up(error)
-                raise
-            self._calls += 1
-            self._seconds += perf_counter() - started
-            return prepared.deliver(found, out)
+            if not self._ahead and not self._meet():
+                return self.settle(x, out)
+            prepared = self._prepared
+            self._put(prepared, found, beside=False)
+            return self._kind.whole(x, prepared.deliver(found, out))
 
-    def _go_ahead(self, prepared: Any, found: Any) -> None:
-        group, control, signature = self._group, self._group.control, self._signature
+    def start(self, x: Any, out: Any) -> Any:
+        # As in `SmallCall.start`.
+        site, ended, engine = find_call_site(3), Ended(), self._engine
+        with engine.turn:
+            found = self._look(x, out, beside=True)
+            if found is None:
+                return NotImplemented
+            if not self._ahead and not self._meet():
+                steps, after = self._settling(x, out, str(site)), self._runner.placements.after
+                steps = noting(steps, after, self._group.control, ended)
+                result = engine.run(self._group.guarded(steps))
+            else:
+                prepared = self._prepared
+                ended.follow = self._put(prepared, found, beside=True)
+                result = self._kind.whole(x, prepared.deliver(found, out))
+            task = Finished(result, engine.outcomes, str(site))
+        return Request(self._group, task, str(site), ended)
+
+    def _look(self, x: Any, out: Any, *, beside: bool) -> Any:
+        """Look at the arrays of a call; None if it has to be made in full."""
+        prepared = self._prepared
+        # A check of the header before may end the group.
+        if prepared is None or not self._is_idle() or self._group.closed is not None:
+            return None
+        return prepared.look(self._kind.arrays(x), out, beside=beside)
+
+    def _meet(self) -> bool:
+        """Show the header, and wait for those of the others; return whether they are as before."""
+        self._group.watchdog.current = self._current
+        return bool(self.exchange.meet())
+
+    def _put(self, prepared: Any, found: Any, *, beside: bool) -> Callable[[], None] | None:
+        """Put a call on the device, and return what lets its caller use the result."""
+        group, started = self._group, perf_counter()
+        try:
+            follow = self._begin(prepared, found, beside)
+            group.watchdog.check_given_up()
+        except BaseException as error:
+            if isinstance(error, TransportError) and group.deferred_error is not None:
+                # Another thread has ended the group, and with it what this call was in.
+                raise group.closed_error(self._signature.operation) from error
+            self.give_up(error)
+            raise
+        self._calls += 1
+        self._seconds += perf_counter() - started
+        return follow
+
+    def _begin(self, prepared: Any, found: Any, beside: bool) -> Callable[[], None] | None:
+        group, control, placements = self._group, self._group.control, self._runner.placements
+        if not self._ahead:
+            return placements.put(prepared, found, _show_nothing, beside=beside)
         group.watchdog.current = self._current
-        self._runner.placements.put(prepared, found, self.exchange.post)
-        agreeing = agree(control, signature, site=find_call_site(4))
+        follow = placements.put(prepared, found, self.exchange.post, beside=beside)
+        agreeing = agree(control, self._signature, site=find_call_site(5))
         self._engine.follow(group.guarded(agreeing, deferred=True))
         # What checks that header in the next call.
-        group.kept[AheadCall] = self._engine.follower, self.exchange
+        group.kept[DevicePath] = self._engine.follower, self.exchange
         if control.native is not None:
             control.go_on()
-        group.watchdog.check_given_up()
+        return follow
 
     def _is_idle(self) -> bool:
         """Return whether nothing is outstanding, after a look at the header of the call before."""
         engine = self._engine
         if not engine.queue:
             return True
-        follower, exchange = self._group.kept.get(AheadCall, (None, None))
+        follower, exchange = self._group.kept.get(DevicePath, (None, None))
         if follower is not None and engine.follower is follower:
             return engine.end_follower(partial(self._has_agreed, exchange))
         engine.advance()
@@ -748,3 +728,7 @@ class AheadCall(Exchanged):
     def count(self) -> Count:
         name = self._call.operation.name
         return Count(name, self._calls, self._calls * self._nbytes, self._seconds)
+
+
+def _show_nothing(_: None) -> None:
+    """Take the place of what shows a header, if that has been shown."""

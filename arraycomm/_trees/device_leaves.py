@@ -28,7 +28,6 @@ def reduce(
         packed = _DeviceBucket(placement, bucket, views)
         flat = packed.device_buffer
         yield from algorithms.allreduce(placement.link, flat, flat, op)
-        placement.guard(flat)
         for leaf, result in packed.results():
             reduced[leaf] = result
     return reduced
@@ -58,7 +57,9 @@ class _DeviceBucket:
         """Yield each leaf's number and its result."""
         itemsize = self._bucket.dtype.itemsize
         if self._whole is not None:
-            whole = arrays.finish(self._whole, self._first)
+            whole = self._placement.finish(self._whole, self._first)
+        else:
+            self._placement.guard(self.device_buffer)
         for leaf, offset, nbytes in self._bucket.pieces:
             view, part = self._views[leaf], slice(offset // itemsize, (offset + nbytes) // itemsize)
             if self._whole is not None:

@@ -105,8 +105,9 @@ class Plan(ProcessBound):
         # Whether every leaf is an array.
         self._plain = len(self.present) == len(self._specs)
         few = len(self._specs) <= _FEW and fusion.nbytes <= _SMALL
+        there = all(map(runner.placements.on_device, leaves.flat.leaves))
         # By which the fast path of its calls is found, if they have one.
-        self._place = object() if self._plain and few else None
+        self._place = object() if self._plain and (few or there) else None
 
     @entry
     def __call__(self, tree: TreeT, *, onto: Any = None, timeout: float | None = None) -> TreeT:

@@ -23,8 +23,9 @@ from arraycomm._calls.runner import OperationClass, Runner
 from arraycomm._calls.statistics import Count
 from arraycomm._dtypes import DType, Kind, check_op, kind_of
 from arraycomm._folds import fold, total_dtype
-from arraycomm._prepared.fast_path import Call, Exchanged, Form, Step, call
+from arraycomm._prepared.fast_path import Exchanged, call
 from arraycomm._prepared.fast_paths import FastPath
+from arraycomm._prepared.steps import Call, Form, Step
 from arraycomm._protocol.agreement import Agreement
 from arraycomm._protocol.details import CallDetail
 from arraycomm._protocol.header import LeafSpec, Settings, Signature
@@ -44,6 +45,7 @@ from arraycomm._trees.leaves import (
     Total,
     agreed_leaves,
     spec_of,
+    tied,
 )
 from arraycomm._trees.pytrees import Outline, flatten, outline_of
 
@@ -373,6 +375,8 @@ class Given:
             for leaf in self.leaves
         ]
         self.dtype = place, tuple(looks)
+        # As of an array, which may be of one type on the host and on a device.
+        self.is_cuda = getattr(self.leaves[0], "is_cuda", None) if self.leaves else None
 
 
 class SmallTree(Exchanged):
@@ -409,6 +413,18 @@ class SmallTree(Exchanged):
     def arrays(x: Any) -> list[Any]:
         leaves: list[Any] = x.leaves
         return leaves
+
+    @staticmethod
+    def fits(call: Call, made: Any) -> bool:
+        return _has_outline(call, made)
+
+    @staticmethod
+    def taken_apart(result: Any) -> list[Any]:
+        return optree.tree_leaves(result, none_is_leaf=True)
+
+    @staticmethod
+    def whole(x: Given, results: list[Any]) -> Any:
+        return optree.tree_unflatten(x.spec, tied(x.leaves, results))
 
     def __call__(self, x: Given, out: Any) -> Any:
         leaves = x.leaves
@@ -476,12 +492,17 @@ def _check_prepared(call: Call, made: TreeReduction) -> None:
     """Raise for a tree that goes no fast path."""
     leaves = made.view_leaves()
     flat, views = leaves.flat, [leaf for leaf in leaves.views if leaf is not None]
-    # Containers that only the full call opens are in no outline.
-    if Outline(tuple(flat.paths), flat.structure) != call.key[3] or made.payload is None:
+    if not _has_outline(call, made) or made.payload is None:
         raise ValueError("a tree without a fast path")
     sent = tuple((leaf.dtype, leaf.shape) for leaf in views)
     if sent != made.fusion.specs or not all(map(_is_there, flat.leaves, views)):
         raise ValueError("a tree of which each call makes copies")
+
+
+def _has_outline(call: Call, made: TreeReduction) -> bool:
+    """Return whether a tree has no containers that only the full call opens."""
+    flat = made.look().flat
+    return bool(Outline(tuple(flat.paths), flat.structure) == call.key[3])
 
 
 def _is_there(leaf: Any, found: BufferView) -> bool:

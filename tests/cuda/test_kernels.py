@@ -102,7 +102,13 @@ class HostKernels(Kernels):
         return DeviceBuffer(memory.ctypes.data, nbytes, memory.dtype, memory, memory=None)
 
     def _launch(
-        self, kernel: str, definitions: tuple[str, ...], blocks: int, argument: int, stream: int
+        self,
+        kernel: str,
+        definitions: tuple[str, ...],
+        blocks: int,
+        argument: int,
+        nbytes: int,
+        stream: int,
     ) -> None:
         self.launches += 1
         name = f"{kernel}_here"
@@ -299,7 +305,12 @@ def test_a_fold_of_few_rows_ends_its_call(host, given_up, digests, blocks, threa
         few.given_up, few.word, few.number = words.ctypes.data, words.ctypes.data + 4, 7
     gathered = np.array(digests, np.uint64)
     few.shown = Shown(gathered.ctypes.data if digests else 0, len(digests))
-    HostKernels(host, blocks, threads).launch_few("sum", dtype, few, 1, 0)
+    at, size, chosen = (
+        ctypes.addressof(few),
+        ctypes.sizeof(few),
+        kernels.definitions_of("sum", dtype),
+    )
+    HostKernels(host, blocks, threads)._launch("fold_few", chosen, 1, at, size, 0)
     wanted = np.empty(100, dtype)
     _folds.fold("sum", dtype, rows, wanted)
     is_void = given_up or len(set(digests)) > 1

@@ -1,10 +1,10 @@
 """What a call with an array on a device costs the host, by part: CuPy, PyTorch, CUDA and NCCL do nothing here.
 
-python -m docs.studies.benchmarks.device_calls [--calls 300] [--rounds 25] [--parts]
+python -m docs.studies.benchmarks.device_calls [--calls 300] [--rounds 25] [--parts] [--full]
 
 No device is needed. One thread is rank 0; the slot of rank 1 says the same in every step, so that nothing is waited
 for. The time is that of the thread, of the quickest round. `--parts` says in which part of the library it is spent:
-of a profile, scaled to the time without one.
+of a profile, scaled to the time without one. With `--full` no call is prepared.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import cProfile
 import ctypes
+import functools
 import itertools
 import pstats
 import sys
@@ -84,6 +85,12 @@ def _cupy() -> Any:
             self.strides = np.empty(shape, dtype).strides if strides is None else strides
             self.device, self.flags = device, SimpleNamespace(c_contiguous=True)
 
+        def __getitem__(self, _: Any) -> Any:
+            return self
+
+        def reshape(self, _: Any) -> Any:
+            return self
+
     ndarray.__module__ = "cupy"
     runtime = SimpleNamespace(
         getDevice=lambda: 0,
@@ -138,8 +145,8 @@ def _torch() -> Any:
     methods |= {"is_conj": False, "is_neg": False}
     for name, value in methods.items():
         setattr(Tensor, name, giving(value))
-    for name in ("detach", "resolve_conj", "resolve_neg"):
-        setattr(Tensor, name, lambda self: self)
+    for name in ("detach", "resolve_conj", "resolve_neg", "__getitem__", "reshape"):
+        setattr(Tensor, name, lambda self, *_: self)
     Tensor.data_ptr = lambda self: self._address  # type: ignore[attr-defined]
     Tensor.untyped_storage = giving(SimpleNamespace(nbytes=lambda: 8))  # type: ignore[attr-defined]
     Tensor.__module__ = "torch"
@@ -201,7 +208,7 @@ def _cupy_array() -> Any:
     return vars(_MODULES["cupy"])["ndarray"]((2,), np.float32)
 
 
-def _communicator(size: int, library: Functions, link: str) -> Any:
+def _communicator(size: int, library: Functions, link: str, *, full: bool) -> Any:
     """Return rank 0's communicator, and the words of its slots and of the others'."""
     from arraycomm._arrays import current_device, pinned
     from arraycomm._calls.runner import Runner
@@ -224,6 +231,8 @@ def _communicator(size: int, library: Functions, link: str) -> Any:
     transport = make_group(size)[0]
     group = Group(transport, Options())
     placements = Devices(group, device.DeviceRequest())
+    if full:
+        placements.prepare = _nothing  # type: ignore[method-assign]
     memory = device.CudaMemory(0)
     placements.negotiated = True
     if link == "self":
@@ -287,6 +296,18 @@ def _by_part(call: Callable[[], Any], calls: int) -> tuple[Counter[str], float]:
     return seconds, entered / calls
 
 
+def _allreduce_tree(comm: Any, x: Any) -> Any:
+    from arraycomm import allreduce_tree
+
+    return allreduce_tree([x, _other(type(x))], "sum", comm=comm)
+
+
+@functools.cache
+def _other(kind: Any) -> Any:
+    """Return one array more of a framework."""
+    return _cupy_array() if kind.__module__ == "cupy" else kind()
+
+
 CALLS: Final[dict[str, Callable[[Any, Any], Any]]] = {
     "allreduce": lambda comm, x: comm.allreduce(x),
     "allreduce, out": lambda comm, x: comm.allreduce(x, out=x),
@@ -294,6 +315,8 @@ CALLS: Final[dict[str, Callable[[Any, Any], Any]]] = {
     "allgather": lambda comm, x: comm.allgather(x),
     "bcast": lambda comm, x: comm.bcast(x),
     "reduce_scatter": lambda comm, x: comm.reduce_scatter(x),
+    "alltoall": lambda comm, x: comm.alltoall(x),
+    "tree of two leaves": _allreduce_tree,
 }
 LINKS: Final = {
     "one rank alone": (1, "self"),
@@ -307,6 +330,7 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=300)
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--parts", action="store_true", help="say where an allreduce's time goes")
+    parser.add_argument("--full", action="store_true", help="prepare no call")
     options = parser.parse_args()
     library = Functions()
     print("float32[2]; microseconds of the host a call, and functions of Python that it enters\n")
@@ -316,7 +340,7 @@ def main() -> None:
             for name, collective in CALLS.items():
                 if size == 1 and name != "allreduce":
                     continue
-                comm, control = _communicator(size, library, kind)
+                comm, control = _communicator(size, library, kind, full=options.full)
 
                 def call(comm: Any = comm, x: Any = x, collective: Any = collective) -> Any:
                     return collective(comm, x)

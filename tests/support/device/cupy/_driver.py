@@ -29,16 +29,28 @@ _IN_C: Final = {
     "cuStreamWriteValue32_v2": "ppii",
     "cuLaunchKernel": "piiiiiiippp",
     "cuEventRecord": "pp",
+    "cuStreamWaitEvent": "ppi",
+    "cuMemcpyDtoDAsync_v2": "pppp",
     "ncclGroupStart": "",
     "ncclGroupEnd": "",
     "ncclAllGather": "pppipp",
     "ncclAllReduce": "pppiipp",
+    "ncclBroadcast": "pppiipp",
+    "ncclSend": "ppiipp",
+    "ncclRecv": "ppiipp",
     "ncclCommGetAsyncError": "pp",
 }
 _KINDS: Final = {"p": ctypes.c_size_t, "i": ctypes.c_uint}
 # Where these get an address to write to, and where a communicator.
 _OUT: Final = {"cuCtxGetCurrent": 0, "cuStreamIsCapturing": 1, "ncclCommGetAsyncError": 1}
-_COMM: Final = {"ncclAllGather": 4, "ncclAllReduce": 5, "ncclCommGetAsyncError": 0}
+_COMM: Final = {
+    "ncclAllGather": 4,
+    "ncclAllReduce": 5,
+    "ncclBroadcast": 5,
+    "ncclSend": 4,
+    "ncclRecv": 4,
+    "ncclCommGetAsyncError": 0,
+}
 _RAISED: Final = 999
 
 
@@ -107,6 +119,8 @@ class Driver(Library):
                 "cuCtxGetCurrent": self._current_context,
                 "cuStreamIsCapturing": self._in_context(self._is_capturing),
                 "cuEventRecord": self._in_context(self._record),
+                "cuStreamWaitEvent": self._in_context(self._wait_event),
+                "cuMemcpyDtoDAsync_v2": self._in_context(self._copy),
                 "cuEventQuery": self._in_context(machine.query),
                 "cuStreamWriteValue32_v2": self._in_context(self._write),
                 "cuLaunchKernel": self._in_context(self._launch),
@@ -156,6 +170,16 @@ class Driver(Library):
     @staticmethod
     def _record(event: int, stream: int) -> int:
         machine.record(event, stream)
+        return 0
+
+    @staticmethod
+    def _wait_event(stream: int, event: int, _flags: int) -> int:
+        machine.wait_event(stream, event)
+        return 0
+
+    @staticmethod
+    def _copy(target: int, source: int, nbytes: int, stream: int) -> int:
+        machine.copy(target, source, nbytes, 4, stream)
         return 0
 
     def _exchange_capture_mode(self, mode: Any) -> int:
