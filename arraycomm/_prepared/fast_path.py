@@ -183,7 +183,7 @@ def _keep_on_device(runner: Runner, call: Call, x: Any, out: Any, kind: type[Exc
     def make(placement: HostPlacement) -> tuple[Operation, Steps]:
         context = Context(group, runner.placements, placement)
         made = call.operation(context, *kind.arguments(x, call.rest, out))
-        made.payload = made.pack(placement.inline_bytes)
+        made.payload = made.pack(kind.room)
         return made, moving(made, kind.taken_apart)
 
     path = FastPath()
@@ -240,6 +240,9 @@ def keep_allreduce(runner: Runner, key: tuple[Any, ...], x: Any, op: str) -> Non
 
 class Exchanged(FastPath):
     """Calls whose headers the native part exchanges, like one for which an operation was `made`."""
+
+    # Up to how many bytes travel with the header of a call on devices, as in the full call.
+    room = -1
 
     def __init__(self, runner: Runner, call: Call, step: Step, made: Any = None) -> None:
         group, control = runner.group, runner.group.control

@@ -382,6 +382,9 @@ class Given:
 class SmallTree(Exchanged):
     """The fast path of reductions of trees whose leaves travel with the header."""
 
+    # There is none on the host.
+    room = 0
+
     def __init__(self, runner: Runner, call: Call, step: Step, made: TreeReduction) -> None:
         _check_prepared(call, made)
         fusion, size = made.fusion, runner.group.size
