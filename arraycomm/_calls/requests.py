@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, Final, Generic, NoReturn, Protocol, Self
 
 from arraycomm._arrays.typing import T, T_co
-from arraycomm._callsite import trim
+from arraycomm._callsite import CallSite, trim
 from arraycomm._entries import entry, opaque
 from arraycomm._errors import CommTimeoutError
 from arraycomm._protocol.engine import NotFinishedError
@@ -75,7 +75,13 @@ class Request(ProcessBound, Generic[T_co]):
     remember: Callable[[Any, int], None] | None = None
 
     def __init__(
-        self, group: Group, task: Task, site: str, ended: Ended = _NOTHING, *, awaited: bool = False
+        self,
+        group: Group,
+        task: Task,
+        site: str | CallSite,
+        ended: Ended = _NOTHING,
+        *,
+        awaited: bool = False,
     ) -> None:
         self._group = group
         # Whether it is a part of a blocking call.
@@ -105,7 +111,7 @@ class Request(ProcessBound, Generic[T_co]):
                 if group.tracer is None or self._awaited:
                     result: T_co = engine.finish(task, timeout)
                 else:
-                    with group.tracer.wait(group, self._site):
+                    with group.tracer.wait(group, str(self._site)):
                         result = engine.finish(task, timeout)
                 if self._ended.follow is not None:
                     self._follow()

@@ -353,7 +353,7 @@ class Devices(Placements):
             self._last.wait_on(stream)
         self._stream = stream
         scratch = self._scratch_of(prepared.scratch_bytes, link.memory.at(stream))
-        event = prepared.new_event() if beside else prepared.event
+        event = prepared.event_beside() if beside else prepared.event
         number = progress.next()
         _watch.add(self)
         done = prepared.begin(found, number, stream, event.handle, scratch.address, show)
@@ -365,7 +365,7 @@ class Devices(Placements):
         self._last = event
         if len(LEASES):
             _sweep.add(self)
-        return partial(prepared.waiters(found).wait, event) if beside else None
+        return prepared.follow(found, event) if beside else None
 
     def look(self, waited: float = 0.0) -> None:
         """Check deferred headers, NCCL's errors, and whether other ranks are late.

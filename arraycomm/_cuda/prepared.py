@@ -10,6 +10,7 @@ import ctypes
 import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
+from functools import partial
 from typing import Any, Final, NamedTuple, NoReturn
 
 import numpy as np
@@ -287,6 +288,8 @@ class PreparedCall:
         own = state.of(memory.own_stream, memory.device)
         self._beside = state.within(own, memory.device)
         self.event, self._before = memory.record(), memory.record()
+        # Of requests that somebody has waited for.
+        self._events: list[Any] = []
         # Those whose result goes elsewhere, and those in place.
         self._calls: dict[bool, Any] = {}
         self._targets: list[tuple[DType, tuple[int, ...]]] = []
@@ -296,9 +299,9 @@ class PreparedCall:
         # Of the results, as the call returns them.
         self.parts: Sequence[Part] = ()
 
-    def new_event(self) -> Any:
-        """Return an event for one call beside the others."""
-        return self._memory.event()
+    def event_beside(self) -> Any:
+        """Return an event for one call beside the others, which nobody waits for so far."""
+        return self._events.pop() if self._events else self._memory.event()
 
     def add(self, recording: Recording, word: int, arrays: int, *, in_place: bool) -> bool:
         """Prepare calls as one was recorded, whose number goes to `word`; False if it is long."""
@@ -376,13 +379,17 @@ class PreparedCall:
         """Return whether NCCL has put on the stream what it was given last."""
         return not self._link.comm.in_progress()
 
-    def waiters(self, found: Found) -> Waiters:
-        """Return what waits for the call beside."""
+    def follow(self, found: Found, event: Any) -> Callable[[], None]:
+        """Return what lets a thread use the result of a call beside, whose end is the event."""
         waiters = Waiters(self._memory.at(self._memory.own_stream))
         waiters.add(found.arrays, (self.stream,))
         for target in found.targets:
             waiters.add(target)
-        return waiters
+        return partial(self._follow, waiters, event)
+
+    def _follow(self, waiters: Waiters, event: Any) -> None:
+        waiters.wait(event)
+        self._events.append(event)
 
     def deliver(self, found: Found, out: Any) -> list[Any]:
         """Return the parts of a call's result."""

@@ -658,8 +658,8 @@ class DevicePath(Exchanged):
                 prepared = self._prepared
                 ended.follow = self._put(prepared, found, beside=True)
                 result = self._kind.whole(x, prepared.deliver(found, out))
-            task = Finished(result, engine.outcomes, str(site))
-        return Request(self._group, task, str(site), ended)
+            task = Finished(result, engine.outcomes, site)
+        return Request(self._group, task, site, ended)
 
     def _look(self, x: Any, out: Any, *, beside: bool) -> Any:
         """Look at the arrays of a call; None if it has to be made in full."""

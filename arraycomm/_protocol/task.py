@@ -6,6 +6,7 @@ import copy
 import threading
 from typing import Any
 
+from arraycomm._callsite import CallSite
 from arraycomm._protocol.waits import clock
 from arraycomm._protocol.waits.outcomes import Outcome, Outcomes
 from arraycomm._protocol.waits.waiting import Watch
@@ -97,6 +98,6 @@ class Finished(Task):
 
     finished = True
 
-    def __init__(self, result: Any, outcomes: Outcomes, site: str) -> None:
+    def __init__(self, result: Any, outcomes: Outcomes, site: str | CallSite) -> None:
         self.result, self.outcome = result, Outcome(outcomes, site)
         self.outcome.finished = True

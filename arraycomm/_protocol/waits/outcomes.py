@@ -7,7 +7,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from arraycomm._callsite import describe_exception, user_level
+from arraycomm._callsite import CallSite, describe_exception, user_level
 from arraycomm._errors import CommunicatorClosedError
 
 
@@ -16,7 +16,7 @@ class Outcome:
 
     __slots__ = ("_outcomes", "dropped", "error", "finished", "site")
 
-    def __init__(self, outcomes: Outcomes | None = None, site: str = "unknown") -> None:
+    def __init__(self, outcomes: Outcomes | None = None, site: str | CallSite = "unknown") -> None:
         self._outcomes = outcomes
         self.site = site
         self.finished = False
@@ -63,7 +63,7 @@ class Outcomes:
             return
         if outcome.error is None:
             self.open.pop(outcome)
-            self._lost[outcome.site] += 1
+            self._lost[str(outcome.site)] += 1
         if self._freed:
             # Nobody asks for a report any more.
             self._tell([outcome] if outcome.error is not None else [])
@@ -100,7 +100,7 @@ class Outcomes:
             sys.stderr.write(
                 f"the request made at {outcome.site} failed, and nobody waited for it:\n{text}"
             )
-        sites = self._lost + Counter(o.site for o in outcomes if o.error is None)
+        sites = self._lost + Counter(str(o.site) for o in outcomes if o.error is None)
         self._lost = Counter()
         for site, count in sites.items():
             made = "the request" if count == 1 else f"{count} requests"
