@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -219,19 +219,21 @@ def _put_there(rank: int) -> int:
     return sum(comm.issued for comm in comms if comm.owner == rank)
 
 
-def _follow(comm: Communicator, many: int, turns: list[Turn], end: str, late: Lateness) -> None:
+def _follow(
+    comm: Communicator, many: int, turns: list[Turn], end: str, start: str, late: Lateness
+) -> None:
     comms = [comm, *(comm.dup(timeout=PATIENT) for _ in range(many - 1))]
     last = comm.dup(timeout=TIMEOUT)
     outstanding: list[tuple[Any, Any]] = []
     for number, turn in enumerate(one for one in turns for _ in range(one.times)):
         rows = _rows(turn, number)
-        call, start, result = KINDS[turn.kind]
+        call, begin, result = KINDS[turn.kind]
         x, want = _array(turn, rows[comm.rank], comm.rank), result(rows, comm.rank)
         if turn.late == comm.rank:
             time.sleep(2e-3)
         where = comms[turn.comm % many]
-        if turn.request and start is not None:
-            request = start(where, x)
+        if turn.request and begin is not None:
+            request = begin(where, x)
             begun = _put_there(comm.rank)
             outstanding.append((request, want))
             # All of it was put there before the call returned.
@@ -241,7 +243,7 @@ def _follow(comm: Communicator, many: int, turns: list[Turn], end: str, late: La
             assert np.array_equal(call(where, x).get(), want)
     for request, want in reversed(outstanding):
         assert np.array_equal(request.wait().get().reshape(want.shape), want)
-    _end(last, end, late)
+    _end(last, end, late, ahead=not start)
     for each in comms:
         each.barrier()
 
@@ -253,10 +255,10 @@ def _go_on(comm: Communicator, x: Any) -> None:
     comm.barrier()
 
 
-def _end(comm: Communicator, end: str, late: Lateness) -> None:
+def _end(comm: Communicator, end: str, late: Lateness, *, ahead: bool) -> None:
     """Make some calls that are prepared in the end, and one that cannot be right.
 
-    Whoever reads a result of it at once reads no number.
+    Whoever reads a result of it at once reads no number. Calls go `ahead` of their check over NCCL.
     """
     import cupy
 
@@ -269,12 +271,18 @@ def _end(comm: Communicator, end: str, late: Lateness) -> None:
     if not end:
         return
     wrong, before, began = comm.rank == 1, late.seconds, time.monotonic()
-    got = None
+    got = raised = None
     if not (wrong and end == "does not come"):
         calls: Any = (Communicator.allreduce, lambda comm, _: comm.allreduce("text"))
-        with suppress(ac.ArrayCommError, TypeError):
+        try:
             got = DIFFERENT.get(end, calls)[wrong](comm, x)
             got = got if isinstance(got, np.ndarray) else got.get()
+        except (ac.ArrayCommError, TypeError) as error:
+            raised = error
+        if end == "wrong argument" and not ahead:
+            # All ranks have raised, and can go on.
+            assert raised is not None
+            return
         with pytest.raises(ac.ArrayCommError):
             _go_on(comm, x if end in DIFFERENT else None)
         took = time.monotonic() - began - (late.seconds - before)
@@ -298,5 +306,5 @@ def test_programs_are_right_or_end_in_an_error_in_time(
     """Each puts its work on the devices before its calls return: with one queue as well as with several."""
     late = Lateness()
     with linked_devices("nccl"), _joined(start), late():
-        ranks = in_own_stream(lambda comm: _follow(comm, many, turns, end, late))
+        ranks = in_own_stream(lambda comm: _follow(comm, many, turns, end, start, late))
         run(SIZE, ranks, timeout=PATIENT)
