@@ -11,7 +11,7 @@ from arraycomm._calls.custom_ops import Op
 from arraycomm._communicator import Communicator, runner_of
 from arraycomm._cuda.arrays import device_view, on_cuda
 from arraycomm._cuda.devices import Devices
-from arraycomm._cuda.link import DeviceLink
+from arraycomm._cuda.links.link import DeviceLink
 from arraycomm._dtypes import DType, OpName, check_op, check_reducible, name_of
 from arraycomm._entries import entry
 from arraycomm._errors import naming

@@ -27,8 +27,8 @@ from arraycomm._cuda import arrays
 from arraycomm._cuda.callers import Waiters
 from arraycomm._cuda.device import CudaMemory, DeviceRequest, choose_device, current
 from arraycomm._cuda.frameworks import framework_of
-from arraycomm._cuda.link import DeviceLink
-from arraycomm._cuda.nccl_link import NcclLink
+from arraycomm._cuda.links.link import DeviceLink
+from arraycomm._cuda.links.nccl_link import NcclLink
 from arraycomm._cuda.placement import (
     CopiedPlacement,
     CopiedTreePlacement,

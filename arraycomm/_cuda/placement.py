@@ -16,7 +16,7 @@ from arraycomm._calls.placement import HostPlacement, StagedTreePlacement
 from arraycomm._cuda import arrays
 from arraycomm._cuda.callers import Caller, Waiters
 from arraycomm._cuda.frameworks import framework_named
-from arraycomm._cuda.link import DeviceLink
+from arraycomm._cuda.links.link import DeviceLink
 from arraycomm._dtypes import DType
 from arraycomm._protocol.agreement import UndeliveredError
 from arraycomm._protocol.group import Group

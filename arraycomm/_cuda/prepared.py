@@ -25,8 +25,8 @@ from arraycomm._cuda.device import CudaMemory
 from arraycomm._cuda.driver import address_of, check
 from arraycomm._cuda.frameworks import Framework
 from arraycomm._cuda.kernels import THREADS, Few, Kernels, Shown, function_of
-from arraycomm._cuda.libnccl import Call
-from arraycomm._cuda.nccl_link import NcclLink
+from arraycomm._cuda.links.libnccl import Call
+from arraycomm._cuda.links.nccl_link import NcclLink
 from arraycomm._cuda.placement import DevicePlacement, Streams
 from arraycomm._dtypes import DType
 from arraycomm._native import compiled

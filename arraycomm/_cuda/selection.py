@@ -8,13 +8,14 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from arraycomm._arrays.device_memory import DeviceMemory
-from arraycomm._cuda import device, kernels, libnccl
+from arraycomm._cuda import device, kernels
 from arraycomm._cuda.device import DeviceRequest
-from arraycomm._cuda.gpu_aware import GpuAwareMpiLink, gpu_aware
-from arraycomm._cuda.link import LoneLink
-from arraycomm._cuda.link import Nothing as Nowhere
-from arraycomm._cuda.nccl_link import NcclLink, let_share, lets_share, refuse_sharing
-from arraycomm._cuda.staged_link import HostStagedLink
+from arraycomm._cuda.links import libnccl
+from arraycomm._cuda.links.gpu_aware import GpuAwareMpiLink, gpu_aware
+from arraycomm._cuda.links.link import LoneLink
+from arraycomm._cuda.links.link import Nothing as Nowhere
+from arraycomm._cuda.links.nccl_link import NcclLink, let_share, lets_share, refuse_sharing
+from arraycomm._cuda.links.staged_link import HostStagedLink
 from arraycomm._errors import BackendUnavailableError, TransportError
 from arraycomm._protocol.details import Detail, Nothing, exchange_details
 from arraycomm._protocol.group import Group

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from arraycomm import _native
-from arraycomm._cuda import gpu_aware
+from arraycomm._cuda.links import gpu_aware
 from arraycomm._launch import ADDRESS, NUMBER, RANK
 from arraycomm._protocol.waits import still_waiting
 from arraycomm._start import joining

@@ -15,8 +15,8 @@ import pytest
 import arraycomm as ac
 from arraycomm import Communicator
 from arraycomm._cuda import streams
-from arraycomm._cuda.link import Nothing
-from arraycomm._cuda.nccl_link import NcclLink
+from arraycomm._cuda.links.link import Nothing
+from arraycomm._cuda.links.nccl_link import NcclLink
 from tests.support import internals
 from tests.support.collectives import COLLECTIVES
 from tests.support.device import in_own_stream, library, linked_devices

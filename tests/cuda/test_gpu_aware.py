@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from arraycomm._cuda import gpu_aware as subject
-from arraycomm._cuda.gpu_aware import VARIABLE, gpu_aware
+from arraycomm._cuda.links import gpu_aware as subject
+from arraycomm._cuda.links.gpu_aware import VARIABLE, gpu_aware
 from tests.support.launcher import run_python
 
 needs_mpi = pytest.mark.skipif(
@@ -21,7 +21,7 @@ import os
 for name in list(os.environ):
     if name.startswith(("PMI", "OMPI_COMM", "ARRAYCOMM")):
         del os.environ[name]
-from arraycomm._cuda import gpu_aware as g
+from arraycomm._cuda.links import gpu_aware as g
 """
 
 

@@ -26,12 +26,13 @@ import pytest
 
 from arraycomm import _folds
 from arraycomm._arrays.device_memory import DeviceBuffer
-from arraycomm._cuda import device, libnccl
+from arraycomm._cuda import device
 from arraycomm._cuda.device import CudaMemory
-from arraycomm._cuda.gpu_aware import GpuAwareMpiLink
-from arraycomm._cuda.libnccl import Comm, Library
-from arraycomm._cuda.nccl_link import NcclLink, refuse_sharing
-from arraycomm._cuda.staged_link import HostStagedLink
+from arraycomm._cuda.links import libnccl
+from arraycomm._cuda.links.gpu_aware import GpuAwareMpiLink
+from arraycomm._cuda.links.libnccl import Comm, Library
+from arraycomm._cuda.links.nccl_link import NcclLink, refuse_sharing
+from arraycomm._cuda.links.staged_link import HostStagedLink
 from arraycomm._dtypes import BY_NAME, OPS, TABLE
 from arraycomm._errors import TransportError
 from arraycomm._reduce import algorithms

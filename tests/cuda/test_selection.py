@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 
-from arraycomm._cuda import device, kernels, libnccl, selection
+from arraycomm._cuda import device, kernels, selection
 from arraycomm._cuda.device import DeviceRequest
-from arraycomm._cuda.gpu_aware import GpuAwareMpiLink
-from arraycomm._cuda.link import LoneLink
-from arraycomm._cuda.staged_link import HostStagedLink
+from arraycomm._cuda.links import libnccl
+from arraycomm._cuda.links.gpu_aware import GpuAwareMpiLink
+from arraycomm._cuda.links.link import LoneLink
+from arraycomm._cuda.links.staged_link import HostStagedLink
 
 AUTO = DeviceRequest()
 MEMORY = SimpleNamespace(device=0)

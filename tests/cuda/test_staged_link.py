@@ -14,7 +14,7 @@ from arraycomm._arrays import pinned
 from arraycomm._arrays.device_memory import DeviceBuffer
 from arraycomm._arrays.pinned import Staging
 from arraycomm._cuda.device import CudaMemory
-from arraycomm._cuda.staged_link import HostStagedLink
+from arraycomm._cuda.links.staged_link import HostStagedLink
 from arraycomm._transports.base import Blocks, Handle
 from tests.support import internals
 from tests.support.device import software_device

@@ -50,7 +50,7 @@ HEADERS: Final = (
     ),
     Fault(
         "digests of a call ahead: one on devices does not spoil what differs on other ranks",
-        "arraycomm/_cuda/nccl_link.py",
+        "arraycomm/_cuda/links/nccl_link.py",
         "            call, self.shown = self._showing",
         "            call, _ = self._showing",
         _PROGRAMS,

@@ -10,7 +10,8 @@ from importlib.util import find_spec
 from typing import Any, Final
 
 from arraycomm import _native
-from arraycomm._cuda import device, libnccl
+from arraycomm._cuda import device
+from arraycomm._cuda.links import libnccl
 
 _SHARED: Final = "/dev/shm"
 _COMPILERS: Final = ("cc", "gcc", "clang")

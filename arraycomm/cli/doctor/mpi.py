@@ -8,7 +8,7 @@ import subprocess
 import sys
 from typing import Any, Final
 
-from arraycomm._cuda.gpu_aware import gpu_aware
+from arraycomm._cuda.links.gpu_aware import gpu_aware
 from arraycomm._errors import BackendUnavailableError
 from arraycomm._jobs.launchers import launcher_of
 from arraycomm._launch.library import Library, family_of, find_library

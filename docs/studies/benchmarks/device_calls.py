@@ -33,7 +33,7 @@ PARTS: Final = {
         *("_cuda/arrays", "_cuda/frameworks", "_cuda/layouts", "_arrays", "_dtypes"),
     ),
     "current devices and streams": ("_arrays/current_device", "_cuda/callers", "_cuda/streams"),
-    "movements": ("_reduce", "_cuda/nccl_link", "_cuda/libnccl", "_cuda/link", "_folds"),
+    "movements": ("_reduce", "_cuda/links", "_folds"),
     "kernels": ("_cuda/kernels", "_cuda/driver"),
     "order of the work, words and events": ("_cuda",),
 }
@@ -213,10 +213,11 @@ def _communicator(size: int, library: Functions, link: str, *, full: bool) -> An
     from arraycomm._arrays import current_device, pinned
     from arraycomm._calls.runner import Runner
     from arraycomm._communicator import Communicator
-    from arraycomm._cuda import device, kernels, libnccl
+    from arraycomm._cuda import device, kernels
     from arraycomm._cuda.devices import Devices
-    from arraycomm._cuda.link import LoneLink
-    from arraycomm._cuda.nccl_link import NcclLink
+    from arraycomm._cuda.links import libnccl
+    from arraycomm._cuda.links.link import LoneLink
+    from arraycomm._cuda.links.nccl_link import NcclLink
     from arraycomm._protocol.group import Group, Options
     from arraycomm._transports.threads import make_group
 

@@ -10,8 +10,9 @@ from typing import Any, Final
 import arraycomm
 from arraycomm import Communicator
 from arraycomm._arrays.buffer import Array
-from arraycomm._cuda import device, libnccl
-from arraycomm._cuda.nccl_link import let_share, lets_share, refuse_sharing
+from arraycomm._cuda import device
+from arraycomm._cuda.links import libnccl
+from arraycomm._cuda.links.nccl_link import let_share, lets_share, refuse_sharing
 from arraycomm._dtypes import BY_DTYPE
 from docs.studies.benchmarks.cases import (
     Calls,

@@ -9,7 +9,7 @@ import pytest
 
 import arraycomm as ac
 from arraycomm import Communicator
-from arraycomm._cuda.gpu_aware import gpu_aware
+from arraycomm._cuda.links.gpu_aware import gpu_aware
 from tests.cuda.on_device.conftest import Framework, OnRanks
 from tests.support import internals
 from tests.support.collectives import COLLECTIVES

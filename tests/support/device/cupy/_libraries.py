@@ -34,7 +34,8 @@ def _load(name: Any, *arguments: Any, **options: Any) -> Any:
 def forget() -> None:
     """Have arraycomm look for its libraries again, and for what is on devices."""
     from arraycomm._arrays import current_device, pinned
-    from arraycomm._cuda import driver, kernels, libnccl, streams
+    from arraycomm._cuda import driver, kernels, streams
+    from arraycomm._cuda.links import libnccl
 
     for cached in (current_device.driver, pinned.pinned, kernels.compiled, libnccl.load):
         cached.cache_clear()

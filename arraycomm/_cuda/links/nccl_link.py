@@ -16,8 +16,8 @@ import numpy as np
 
 from arraycomm._arrays.device_memory import DeviceBuffer, DeviceMemory
 from arraycomm._cuda.device import shared_devices
-from arraycomm._cuda.libnccl import UINT8, Call, Comm, Library
-from arraycomm._cuda.link import DeviceLink, Nothing
+from arraycomm._cuda.links.libnccl import UINT8, Call, Comm, Library
+from arraycomm._cuda.links.link import DeviceLink, Nothing
 from arraycomm._dtypes import BY_DTYPE, DType, Kind, kind_of
 from arraycomm._errors import TransportError
 from arraycomm._transports.base import Blocks, Handle

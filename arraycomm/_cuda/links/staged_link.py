@@ -12,7 +12,7 @@ from typing import Final, ParamSpec, Self
 
 from arraycomm._arrays.device_memory import DeviceBuffer, DeviceMemory, Event
 from arraycomm._arrays.pinned import Copy, Staging, pinned, staged_chunks, unstaged_chunks
-from arraycomm._cuda.link import DeviceLink
+from arraycomm._cuda.links.link import DeviceLink
 from arraycomm._dtypes import DType
 from arraycomm._reduce import algorithms
 from arraycomm._reduce.selection import CHUNK_BYTES

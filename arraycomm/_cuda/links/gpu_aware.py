@@ -15,7 +15,7 @@ from typing import Any, Final, Self
 import numpy as np
 
 from arraycomm._arrays.device_memory import DeviceBuffer, DeviceMemory, Event
-from arraycomm._cuda.link import DeviceLink
+from arraycomm._cuda.links.link import DeviceLink
 from arraycomm._transports.base import Blocks, Bytes, Handle, Transport
 
 VARIABLE: Final = "ARRAYCOMM_GPU_AWARE_MPI"

@@ -1,0 +1,1 @@
+"""The links between devices: by NCCL, by MPI, over copies on the hosts."""
