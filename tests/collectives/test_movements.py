@@ -185,9 +185,6 @@ def test_fields_that_overlap_are_refused_where_the_others_cannot_know_them(
     assert comm.alltoall(x).dtype == dtype
 
 
-# Empty arrays ---------------------------------------------------------------------------------
-
-
 # Counts ---------------------------------------------------------------------------------------
 
 
@@ -307,9 +304,6 @@ def test_torch_out_is_written_and_its_version_counted(comm: Communicator, torch)
         got = call(comm, name, arrays[comm.rank], counts[comm.rank], out=out)
         assert got is out
         assert out is None or (same(out.numpy(), want) and out._version > version), name
-
-
-# Without the check, and in long sequences -----------------------------------------------------
 
 
 @each_rank_of("few")
