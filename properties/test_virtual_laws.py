@@ -272,7 +272,9 @@ def train_torch(comm: Any, program: Program, state: Any, to_the_end: bool) -> An
         errors = (x[:, 0] - torch.from_numpy(items["y"]).to(dtype)) ** 2
         loss = (errors * torch.from_numpy(weights).to(dtype)).sum() / program.batch
         optimizer.zero_grad()
-        if not (program.skipped and share.virtual_rank % program.skipped == 1):
+        # The last one needs a backward pass if any other has one.
+        may_skip = program.skipped and share.virtual_rank < program.virtual - 1
+        if not (may_skip and share.virtual_rank % program.skipped == 1):
             loss.backward()
             # Where some have no backward pass, none may change what they alone have reduced by then.
             if program.clips and not program.skipped:

@@ -107,8 +107,8 @@ class BackwardReducer:
             backward.adding.append(slot.number)
         if slot.set_aside(parameter):
             backward.late = True
-        virtual = self.gradients.virtual
-        if virtual is not None and slot.base is not None and not virtual.is_complete:
+        virtual, base = self.gradients.virtual, slot.base
+        if virtual is not None and not virtual.is_complete and base is not None and base.any():
             self.gradients.fail(kept_gradient(slot.number))
         slot.accumulates(parameter)
 

@@ -141,7 +141,8 @@ class Bucket:
         fit: Callable[[Sequence[Any], Sequence[Any]], bool] | None = None,
         fill: Callable[[Sequence[Any], Sequence[Any]], None] = lambda slots, gradients: None,
     ) -> None:
-        self.index, self.numbers = index, list(numbers)
+        # As a tree of them has them, whether a reduction is prepared or not.
+        self.index, self.numbers = index, sorted(numbers)
         self.fusions = recent_fusions()
         self.nothing: Leaves = dict.fromkeys(self.numbers)
         self.fill, self._fit = fill, fit
