@@ -163,7 +163,7 @@ def train(comm, compression, epochs):
             nn.functional.cross_entropy(model(x), y).backward()
             gradients = [parameter.grad for parameter in parameters]
             reduced, states = compression.reduce(gradients, states, "mean", comm)
-            for parameter, gradient in zip(parameters, reduced):
+            for parameter, gradient in zip(parameters, reduced, strict=True):
                 parameter.grad = gradient
             optimizer.step()
     with torch.no_grad():

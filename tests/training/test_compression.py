@@ -174,10 +174,14 @@ def assert_an_error_raises_on_all(
     faulty = comm.rank == rank
     if faulty:
         hook._rank[0] = rank
+
+    def two_steps() -> None:
+        """Make them: what fails after the reduction raises on the others in their next call."""
+        step(ones)
+        step(ones)
+
     with pytest.raises(kind if faulty else ac.PeerError, match=text) as caught:
-        step(ones)
-        # What fails after the reduction raises on the others in their next call.
-        step(ones)
+        two_steps()
     assert faulty or caught.value.rank == rank
     hook._rank[0] = -1
     if fault == "early":
