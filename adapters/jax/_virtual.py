@@ -150,7 +150,7 @@ class _AddAside(Call):
     ) -> list[Any]:
         given, virtual, count = iter(arrays), self.virtual, sum(self.present)
         leaves = [next(given) if there else None for there in self.present]
-        options = {"look": self.watched.looking(arrays[count:]), "missing": "error"}
+        options: dict[str, Any] = {"look": self.watched.looking(arrays[count:]), "missing": "error"}
         onto = virtual.onto(range(len(leaves)))
         made = self.updates.calls.reduce(leaves, self.updates.made, place, onto=onto, **options)
         virtual.note(dict(enumerate(made)))

@@ -504,7 +504,7 @@ def _check_prepared(call: Call, made: TreeReduction) -> None:
 
 def _has_outline(call: Call, made: TreeReduction) -> bool:
     """Return whether a tree has no containers that only the full call opens."""
-    flat = made.look().flat
+    flat = made.view_leaves().flat
     return bool(Outline(tuple(flat.paths), flat.structure) == call.key[3])
 
 
