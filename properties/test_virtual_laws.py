@@ -458,11 +458,17 @@ def test_wrong_loops_are_the_same_error_on_every_number_of_ranks(loop: Loop) -> 
         assert outcome(loop.virtual, partial(loop.play, virtually=False)) == found[0]
 
 
-@given(st.integers(2, 4), st.integers(0, 3), st.sampled_from(["shape", "dtype", "name", "more"]))
+@given(
+    st.integers(2, 4),
+    st.integers(0, 3),
+    st.sampled_from(["shape", "dtype", "name", "more"]),
+    st.booleans(),
+)
 def test_other_trees_are_the_same_error_on_every_number_of_ranks(
-    virtual: int, which: int, wrong: str
+    virtual: int, which: int, wrong: str, measures: bool
 ) -> None:
     def play(comm: Any) -> None:
+        total: Any = ()
         optimizer = ac.DistributedOptimizer(Recorded(), comm=comm, virtual_ranks=virtual)
         for rank in played(comm, virtual):
             tree = {"a": np.ones(2), "b": np.ones(3)}
@@ -472,7 +478,10 @@ def test_other_trees_are_the_same_error_on_every_number_of_ranks(
                 )
                 tree["c"] = tree["b"]
                 del tree["b" if wrong == "name" else "a" if wrong == "more" else "c"]
-            optimizer.update(np.zeros(3), tree)
+            if measures:
+                _, total = ac.mean_metrics(tree, 1, onto=total, comm=comm)
+            else:
+                optimizer.update(np.zeros(3), tree)
 
     for ranks in range(1, virtual + 1):
         assert outcome(ranks, play) == {ac.MismatchError}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, overload
+from zlib import crc32
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from arraycomm._calls.operation import Context, Operation
 from arraycomm._communicator import Communicator, runner_of, trees_of
 from arraycomm._dtypes import DType, Kind, kind_of
 from arraycomm._entries import entry
+from arraycomm._errors import MismatchError
 from arraycomm._folds import fold_on
 from arraycomm._protocol.agreement import Agreement, active
 from arraycomm._protocol.details import CallDetail
@@ -81,7 +83,8 @@ def mean_metrics(
     TypeError
         The weight is no number, or a leaf has no arithmetic; the message names its path.
     MismatchError
-        Trees differ between ranks; the message names the path of the first difference.
+        Trees differ between ranks; the message names the path of the first difference. Or `onto` is
+        the total of another tree.
 
     Notes
     -----
@@ -127,6 +130,8 @@ class MeanMetrics(Operation):
         self._goes_on = onto is not None
         if onto is not None and not isinstance(onto, (tuple, list)):
             raise TypeError(f"onto must be () or what a call has returned; got {onto!r}")
+        # What a total is of: on one rank nobody else's tree is compared.
+        self._tree = np.array([crc32(repr(leaves.described()).encode())], _SUMS)
         if onto:
             self._go_on_from(onto)
         self._fusion = Fusion(
@@ -147,12 +152,14 @@ class MeanMetrics(Operation):
 
     def _go_on_from(self, onto: Sequence[Array]) -> None:
         """Add what this rank has measured to a total, if it is the one to do so."""
-        found = [np.asarray(total, _SUMS).reshape(-1) for total in onto]
+        *found, tree = [np.asarray(total, _SUMS).reshape(-1) for total in onto]
         parts = [summand.reshape(-1).view(_SUMS) for summand in self._summands]
-        if [total.shape for total in found] != [part.shape for part in parts]:
-            raise ValueError(
-                "onto must be () or the total of a tree of the same shapes; got "
-                f"{len(found) - 1} leaves for {len(parts) - 1}, or other lengths"
+        shapes = [total.shape for total in found] == [part.shape for part in parts]
+        if not shapes or not np.array_equal(tree, self._tree):
+            # On more ranks these would be the trees of two ranks.
+            raise MismatchError(
+                "mean_metrics: onto must be () or the total of a tree with the same paths, shapes "
+                f"and dtypes; got another one for {', '.join(self._leaves.paths)}"
             )
         if not self.group.rank:
             for total, part in zip(found, parts, strict=True):
@@ -177,7 +184,9 @@ class MeanMetrics(Operation):
             slot.view(summand.dtype)
             for slot, summand in zip(self._packed.leaves(), self._summands, strict=True)
         ]
-        kept = tuple(slot.copy() for slot in self._packed.leaves()) if self._goes_on else ()
+        kept = (
+            (*(slot.copy() for slot in self._packed.leaves()), self._tree) if self._goes_on else ()
+        )
         total = sums[-1][0]
         means = iter(
             to_framework(divided(part.reshape(leaf.shape), total, dtype), like)
