@@ -157,8 +157,8 @@ def DistributedOptimizer(  # noqa: N802
     `backward()`, apart from the last round, where it is the mean; take what belongs to a step, such
     as that of a `GradScaler` or a scheduler, where `completes_step` of the container is True. In a
     round there is one backward pass outside of `no_sync`; the last virtual rank has to have one if
-    any other has, since what the program makes of its `.grad` is what is applied. With optax, the
-    total is in the state.
+    any other has, also of an empty batch, since what the program makes of its `.grad` is what is
+    applied. With optax, the total is in the state.
 
     A copy, also one by `copy.deepcopy`, is distributed over the same ranks; every rank steps the
     original and its copies in the same order. It cannot be pickled: save its state instead.
