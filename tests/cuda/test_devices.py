@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -677,3 +679,50 @@ def test_what_the_device_has_finished_with_is_let_go_between_calls(comm, cuda) -
     del kept
     comm.allreduce(x)
     _wait_until(lambda: there() is None)
+
+
+@each_rank_of("several", by="on_devices")
+def test_array_that_is_reshaped_before_its_request_is_waited_for_prepares_no_call(
+    comm, cuda
+) -> None:
+    """Else calls with arrays as it was would return others."""
+    import cupy
+
+    comm.allreduce(cupy.full(7, 1.0, "float32"))
+    x = cupy.full(4, 1.0, "float32")
+    request = comm.iallreduce(x)
+    x._show(x.elements.reshape(2, 2))
+    request.wait()
+    for _ in range(3):
+        assert comm.allreduce(cupy.full(4, 1.0, "float32")).shape == (4,)
+
+
+_WITHOUT_ASSERTIONS = """
+from arraycomm.testing import run
+from tests.support.device import in_own_stream, linked_devices
+
+def calls(comm):
+    import cupy
+    x = cupy.asarray([[comm.rank + 1.0] * 2] * 2)
+    found = []
+    for _ in range(3):
+        y = x.copy()
+        comm.alltoall(y, out=y)
+        found += [comm.allreduce(x).tolist(), y.tolist()]
+    return found
+
+if __debug__:
+    raise SystemExit("with assertions")
+with linked_devices():
+    results = run(2, in_own_stream(calls), timeout=10.0)
+if results != [[[[3.0, 3.0], [3.0, 3.0]], [[1.0, 1.0], [2.0, 2.0]]] * 3] * 2:
+    raise SystemExit(str(results))
+"""
+
+
+@alone
+def test_calls_are_prepared_without_assertions() -> None:
+    """Python leaves them out with -O; a call into its own array has no prepared form."""
+    command = [sys.executable, "-O", "-c", _WITHOUT_ASSERTIONS]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
