@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, overload
 
-from arraycomm._arrays.typing import TreeT
+import numpy as np
+
+from arraycomm._arrays.typing import ArrayT, DTypeT, NewShape, TreeT
 from arraycomm._collectives.exact_sums import Fsum
 from arraycomm._communicator import Communicator, runner_of, trees_of
 from arraycomm._dtypes import OpName
@@ -176,6 +178,22 @@ def synchronize(
     return runner_of(comm or world()).call_within(timeout, Synchronize, tree, root)
 
 
+@overload
+def fsum(
+    x: np.ndarray[Any, DTypeT],
+    axis: int | None = None,
+    *,
+    comm: Communicator | None = None,
+    timeout: float | None = None,
+) -> NewShape[DTypeT]: ...
+@overload
+def fsum(
+    x: ArrayT,
+    axis: int | None = None,
+    *,
+    comm: Communicator | None = None,
+    timeout: float | None = None,
+) -> ArrayT: ...
 @entry
 def fsum(
     x: Any,

@@ -29,6 +29,10 @@ def collectives(comm: ac.Communicator, x: Vector, t: torch.Tensor, j: jax.Array)
     assert_type(comm.alltoall(x), Vector)
     assert_type(comm.bcast(x if comm.rank == 0 else None), Vector)
     assert_type(comm.bcast(None, like=t), torch.Tensor)
+    assert_type(comm.maxloc(x), tuple[Vector, Vector])
+    assert_type(ac.fsum(x), Floats)
+    assert_type(ac.fsum(t, axis=0), torch.Tensor)
+    assert_type(ac.fsum(0.5), float)
 
 
 def shapes(comm: ac.Communicator, x: Vector, t: torch.Tensor) -> None:
@@ -70,6 +74,8 @@ def messages(comm: ac.Communicator, x: Vector, t: torch.Tensor) -> None:
     assert_type(comm.iscatter(None, like=t).wait(), torch.Tensor)
     assert_type(comm.ireduce_scatter(x).wait(), Floats)
     assert_type(comm.ialltoallv(x, [1]).wait(), Vector)
+    assert_type(comm.ialltoall(x).wait(), Vector)
+    assert_type(comm.iscan(t).wait(), torch.Tensor)
 
 
 def objects(comm: ac.Communicator) -> None:
