@@ -52,7 +52,7 @@ def test_scratch_memory_is_taken_beforehand(size, count, itemsize) -> None:
     link: Any = SimpleNamespace(
         rank=size - 1, size=size, overlaps=True, take=take, slot=(-1, False)
     )
-    link.native, link.chunk_bytes, link.load = lambda *_: False, 0, lambda *_: None
+    link.reduces, link.chunk_bytes, link.load = lambda *_: False, 0, lambda *_: None
     array = np.broadcast_to(np.zeros(1, f"V{itemsize}"), count)
     bounds = [count * r // size for r in range(size + 1)]
     part = array[bounds[-2] :]
