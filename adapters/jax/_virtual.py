@@ -256,6 +256,13 @@ class VirtualUpdates:
         is_last = state.count + size >= self._virtual.count
         if not traced:
             return apply() if is_last else wait()
+        kept = [jax.tree.structure(jax.eval_shape(branch)[1]) for branch in (apply, wait)]
+        if kept[0] != kept[1]:
+            raise TypeError(
+                "DistributedOptimizer: with virtual_ranks an update under jax.jit keeps the "
+                "structure of the optimizer's state, and gradients that are None changed it; "
+                "pass zeros for them"
+            )
         chosen: tuple[Any, VirtualState] = jax.lax.cond(is_last, apply, wait)
         return chosen
 

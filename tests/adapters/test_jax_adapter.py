@@ -280,6 +280,16 @@ class TestCompiled:
         assert updates["a"] is None
         np.testing.assert_array_equal(updates["b"], -reduced(world.size, 0, "mean")["b"])
 
+    def test_a_gradient_that_no_virtual_rank_has_may_not_change_the_state(
+        self, world: ac.Communicator
+    ) -> None:
+        inner = optax.sgd(1.0, momentum=0.9)
+        optimizer = ac.DistributedOptimizer(inner, comm=world, virtual_ranks=2 * world.size)
+        params = on_jax(zeros())
+        grads = on_jax(gradients(world.rank, 0)) | {"a": None}
+        with pytest.raises(TypeError, match="gradients that are None changed it; pass zeros"):
+            jax.jit(optimizer.update)(grads, optimizer.init(params), params)
+
     @pytest.mark.parametrize(
         "make", [all_reduce, lambda comm: ac.DistributedOptimizer(optax.sgd(-1.0), comm=comm)]
     )
