@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -256,13 +256,7 @@ class VirtualUpdates:
         is_last = state.count + size >= self._virtual.count
         if not traced:
             return apply() if is_last else wait()
-        kept = [jax.tree.structure(jax.eval_shape(branch)[1]) for branch in (apply, wait)]
-        if kept[0] != kept[1]:
-            raise TypeError(
-                "DistributedOptimizer: with virtual_ranks an update under jax.jit keeps the "
-                "structure of the optimizer's state, and gradients that are None changed it; "
-                "pass zeros for them"
-            )
+        _check_state(apply, wait)
         chosen: tuple[Any, VirtualState] = jax.lax.cond(is_last, apply, wait)
         return chosen
 
@@ -289,6 +283,16 @@ def _like(made: Any, total: Any) -> Any:
     if made is None or total is None:
         return None if made is None else jnp.asarray(made)
     return to_framework(made, view(total))
+
+
+def _check_state(*branches: Callable[[], tuple[Any, VirtualState]]) -> None:
+    """Raise unless the branches of a program give states of one structure."""
+    first, *others = [jax.tree.structure(jax.eval_shape(branch)[1]) for branch in branches]
+    if any(other != first for other in others):
+        raise TypeError(
+            "DistributedOptimizer: with virtual_ranks an update under jax.jit keeps the structure "
+            "of the optimizer's state, and gradients that are None changed it; pass zeros for them"
+        )
 
 
 def _check_extra(extra: dict[str, Any], count: int) -> None:
