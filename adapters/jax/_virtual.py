@@ -287,8 +287,7 @@ def _like(made: Any, total: Any) -> Any:
 
 def _check_state(*branches: Callable[[], tuple[Any, VirtualState]]) -> None:
     """Raise unless the branches of a program give states of one structure."""
-    first, *others = [jax.tree.structure(jax.eval_shape(branch)[1]) for branch in branches]
-    if any(other != first for other in others):
+    if len({jax.tree.structure(jax.eval_shape(branch)[1]) for branch in branches}) > 1:
         raise TypeError(
             "DistributedOptimizer: with virtual_ranks an update under jax.jit keeps the structure "
             "of the optimizer's state, and gradients that are None changed it; pass zeros for them"
