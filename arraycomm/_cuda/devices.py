@@ -324,6 +324,9 @@ class Devices(Placements):
                 word = progress.addresses[0]
                 if not prepared.add(recording, word, len(x), in_place=in_place):
                     return None
+            if prepared is not None:
+                # Now: a later call would wait for the device, behind a call that waits for ranks.
+                self._scratch_of(prepared.scratch_bytes, memory)
             return prepared
 
     def _digest_of(self, made: Operation, link: NcclLink) -> DeviceBuffer:
