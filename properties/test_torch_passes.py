@@ -439,3 +439,55 @@ def test_gradients_and_training_are_those_of_torch_alone(case: Case) -> None:
         for n, (got, want) in enumerate(zip(values, expected.owner.all, strict=True)):
             if n in expected.members:
                 check(got, want.detach(), f"parameter {n}")
+
+
+@given(
+    size=st.integers(2, 3),
+    present=st.lists(st.integers(1, 7), min_size=3, max_size=6),
+    order=st.permutations(range(COUNT)),
+    alike=st.booleans(),
+    bucket_bytes=st.sampled_from([1, 48, 1 << 20]),
+    accumulate=st.integers(1, 2),
+)
+@example(2, [3, 2, 3, 3], [0, 1, 2, 3], True, 1 << 20, 1)
+def test_ranks_may_lack_a_pass_in_any_step(
+    size: int,
+    present: list[int],
+    order: list[int],
+    alike: bool,
+    bucket_bytes: int,
+    accumulate: int,
+) -> None:
+    """A step has the mean of the passes that were made, whether it is prepared or not.
+
+    `present` has the ranks that make a pass in each step, a bit each, and at least one of them.
+    """
+    masks = [mask & ((1 << size) - 1) or 1 for mask in present]
+
+    def factor(number: int, rank: int, step: int) -> int:
+        return (1 + number) * (1 + rank) * (1 + step) * size
+
+    def train(comm: ac.Communicator) -> list[list[Any]]:
+        shapes = [SHAPE if alike else (1 + number, 3) for number in range(COUNT)]
+        parameters = [torch.nn.Parameter(torch.ones(shape)) for shape in shapes]
+        made = torch.optim.SGD(parameters, lr=0.0)
+        optimizer = ac.DistributedOptimizer(
+            made, comm=comm, bucket_bytes=bucket_bytes, accumulate=accumulate
+        )
+        found = []
+        for step, mask in enumerate(masks):
+            for _ in range(accumulate):
+                optimizer.zero_grad()
+                if mask >> comm.rank & 1:
+                    parts = [(parameters[n] * factor(n, comm.rank, step)).sum() for n in order]
+                    sum(parts).backward()
+                optimizer.step()
+            found.append([parameter.grad.clone() for parameter in parameters])
+        return found
+
+    for steps in run(size, train):
+        for step, (mask, gradients) in enumerate(zip(masks, steps, strict=True)):
+            for number, gradient in enumerate(gradients):
+                ranks = [rank for rank in range(size) if mask >> rank & 1]
+                wanted = sum(factor(number, rank, step) for rank in ranks) / size
+                assert (gradient == wanted).all(), (step, number)

@@ -419,4 +419,12 @@ JAX: Final = (
         ("gradients_and_training_are_those_of_torch_alone",),
         frameworks=True,
     ),
+    Fault(
+        "order of arrival: a bucket keeps its parameters in the order in which gradients came",
+        "arraycomm/_training/rounds.py",
+        "self.index, self.numbers = index, sorted(numbers)",
+        "self.index, self.numbers = index, list(numbers)",
+        ("ranks_may_lack_a_pass_in_any_step",),
+        frameworks=True,
+    ),
 )
