@@ -451,12 +451,7 @@ def test_gradients_and_training_are_those_of_torch_alone(case: Case) -> None:
 )
 @example(2, [3, 2, 3, 3], [0, 1, 2, 3], True, 1 << 20, 1)
 def test_ranks_may_lack_a_pass_in_any_step(
-    size: int,
-    present: list[int],
-    order: list[int],
-    alike: bool,
-    bucket_bytes: int,
-    accumulate: int,
+    size: int, present: list[int], order: list[int], alike: bool, bucket_bytes: int, accumulate: int
 ) -> None:
     """A step has the mean of the passes that were made, whether it is prepared or not.
 
