@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import arraycomm as ac
+from arraycomm.testing import run
 from tests.adapters.gradients import STEPS, Gradients, gradients, reduced, zeros
 from tests.adapters.optimizer_contract import Batch, Driver, OptimizerContract, gradient_of
 from tests.support.on_ranks import LAUNCH, each_rank_of
@@ -267,6 +268,22 @@ def test_a_compiled_update_on_threads_is_refused(comm: ac.Communicator) -> None:
     state, said = optimizer.init(params), "jitted JAX collectives need a process a rank"
     with pytest.raises(ac.BackendUnavailableError, match=said):
         jax.jit(optimizer.update)(params, state, params)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_a_gradient_that_no_virtual_rank_has_stays_none(size: int) -> None:
+    def train(comm: ac.Communicator) -> Any:
+        optimizer = ac.DistributedOptimizer(optax.sgd(1.0), comm=comm, virtual_ranks=4)
+        params = on_jax(zeros())
+        state, updates = optimizer.init(params), None
+        for turn in range(comm.rank, 4, comm.size):
+            grads = on_jax(gradients(turn, 0)) | {"a": None}
+            updates, state = optimizer.update(grads, state, params)
+        return updates
+
+    for updates in run(size, train):
+        assert updates["a"] is None
+        np.testing.assert_array_equal(updates["b"], -reduced(4, 0, "mean")["b"])
 
 
 class TestCompiled:
