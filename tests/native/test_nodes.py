@@ -28,6 +28,7 @@ from arraycomm._transports.control import PAYLOAD, message_slot
 from arraycomm._transports.mpi import control as mpi_control
 from arraycomm._transports.mpi import nodes as mpi_nodes
 from arraycomm._transports.mpi import pieces as mpi_pieces
+from arraycomm._transports.mpi import records as mpi_records
 from arraycomm._transports.mpi import under_way as mpi_under_way
 from arraycomm._transports.notes import Notes
 
@@ -354,7 +355,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (mpi_nodes, mpi_under_way, mpi_pieces):
         monkeypatch.setattr(module, "MPI", mpi)
     # Some by way of records, others from slot to slot.
-    monkeypatch.setattr(mpi_nodes, "_LARGE", 800)
+    monkeypatch.setattr(mpi_records, "_LARGE", 800)
 
 
 _NODES = [
@@ -414,7 +415,7 @@ def test_steps_that_repeat_need_no_python(nodes: list[int], count: int) -> None:
 @pytest.mark.parametrize(("nodes", "rounds"), [(3, 2), (5, 3)])
 def test_messages_are_few(nodes: int, rounds: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A header of all ranks for each round and node; elements go without the words in front of them."""
-    monkeypatch.setattr(mpi_nodes, "_LARGE", 1 << 20)
+    monkeypatch.setattr(mpi_records, "_LARGE", 1 << 20)
     ranks = 2 * nodes
     with _Cluster([rank // 2 * 2 for rank in range(ranks)]) as cluster:
         for count in (0, 4):

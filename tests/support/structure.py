@@ -150,7 +150,6 @@ LARGER = {
     "adapters.torch_distributed._group:ArrayCommProcessGroup": 38,
     "_training.batches.data:DistributedDataContainer": 34,
     "_cuda.devices:Devices": 32,
-    "_transports.mpi.nodes:NodeExchange": 29,
     "adapters.torch._parameters:Parameters": 29,
     "_protocol.engine:Engine": 28,
     "adapters.torch._slots:Slot": 28,
