@@ -19,7 +19,7 @@ class Compression:
 
     Pass an object of a subclass as `compression=`. Gradients are arrays of the program's own
     framework, on their device, and the means over the steps of `accumulate`. The methods must not
-    write to them.
+    write to them, nor later to what they have returned.
 
     Notes
     -----
@@ -97,28 +97,38 @@ class Compression:
 
 
 def sent(compression: Compression, gradients: Sequence[Any], paths: Sequence[str]) -> list[Any]:
-    """Return what is sent for gradients, None for None; raise unless they are arrays."""
+    """Return what is sent for gradients, None for None; raise unless all are arrays."""
+    name, made = type(compression).__name__, []
     for gradient, path in zip(gradients, paths, strict=True):
         if gradient is not None and not is_array_api_obj(gradient):
             raise TypeError(
-                f"DistributedOptimizer: {type(compression).__name__} takes gradients that are "
-                f'arrays; {path} is {_said(gradient)}; pass an array, or compression="bfloat16"'
+                f"DistributedOptimizer: {name} takes gradients that are arrays; {path} is "
+                f'{_said(gradient)}; pass an array, or compression="bfloat16"'
             )
-    return [None if gradient is None else compression.compress(gradient) for gradient in gradients]
+        one = None if gradient is None else compression.compress(gradient)
+        # None would be taken for a gradient that is missing.
+        if gradient is not None and not is_array_api_obj(one):
+            raise TypeError(
+                f"DistributedOptimizer: {name}.compress must return arrays; got {_said(one)} for "
+                f"{path}"
+            )
+        made.append(one)
+    return made
 
 
 def received(
     compression: Compression, reduced: Sequence[Any], gradients: Sequence[Any], paths: Sequence[str]
 ) -> list[Any]:
     """Return reduced gradients in the form of these; raise unless they are like them."""
-    pairs = zip(reduced, gradients, strict=True)
-    made = [None if one is None else compression.decompress(one, like) for one, like in pairs]
-    for got, like, path in zip(made, gradients, paths, strict=True):
-        if got is not None and _form(got) != _form(like):
+    made = []
+    for one, like, path in zip(reduced, gradients, paths, strict=True):
+        got = None if one is None else compression.decompress(one, like)
+        if one is not None and _form(got) != _form(like):
             raise TypeError(
                 f"DistributedOptimizer: {type(compression).__name__}.decompress must return arrays "
                 f"like the gradients; got {_said(got)} for {path}, {_said(like)}"
             )
+        made.append(got)
     return made
 
 

@@ -105,11 +105,15 @@ class Scaled(ac.Compression):
     def compress(self, gradient: Any) -> Any:
         if self._is_faulty("early"):
             raise KeyError("lost early")
+        if self._is_faulty("nothing"):
+            return None
         return np.asarray(ac.exchange(gradient, "numpy"), np.float16) * np.float16(self.scale)
 
     def decompress(self, reduced: Any, gradient: Any) -> Any:
         if self._is_faulty("late"):
             raise KeyError("lost late")
+        if self._is_faulty("none"):
+            return None
         wide = np.asarray(ac.exchange(reduced, "numpy"), np.float32) / np.float32(self.scale)
         return ac.exchange(wide[..., :1] if self._is_faulty("form") else wide, gradient)
 
@@ -150,7 +154,9 @@ def test_ranks_of_several_frameworks_compress_together(comm: ac.Communicator) ->
 
 FAULTS = {
     "early": (KeyError, "lost early"),
+    "nothing": (TypeError, r"Scaled.compress must return arrays; got .*NoneType for .*[01]"),
     "late": (KeyError, "lost late"),
+    "none": (TypeError, r"Scaled.decompress must return .*got .*NoneType for .*[01]"),
     "form": (TypeError, r"Scaled.decompress must return arrays like .*got .* for .*[01]"),
 }
 
@@ -184,7 +190,7 @@ def assert_an_error_raises_on_all(
         two_steps()
     assert faulty or caught.value.rank == rank
     hook._rank[0] = -1
-    if fault == "early":
+    if fault in ("early", "nothing"):
         assert_equal(step(ones), ones)
 
 
