@@ -183,6 +183,10 @@ WRONG: dict[str, list[Wrong]] = {
             TypeError: ("3", None, 1j, np.ones(1)),
         }.items()
         for weight in weights
+    ]
+    + [
+        Wrong(TypeError, "onto must be", lambda c, o=onto: ac.mean_metrics(1.0, 1, onto=o, comm=c))
+        for onto in (3, "", [{}], [[1.0], [[2.0], 3.0]])
     ],
     "bcast_object": [
         Wrong(TypeError, "timeout must be .*'1'", lambda c: c.bcast_object(1, timeout="1")),

@@ -128,12 +128,11 @@ class MeanMetrics(Operation):
         self._summands = [_weighted(leaf.array, local) for leaf in self._present]
         self._summands.append(np.array(local, _SUMS))
         self._goes_on = onto is not None
-        if onto is not None and not isinstance(onto, (tuple, list)):
-            raise TypeError(f"onto must be () or what a call has returned; got {onto!r}")
+        before = [] if onto is None else _arrays_of(onto)
         # What a total is of: on one rank nobody else's tree is compared.
         self._tree = np.array([crc32(repr(leaves.described()).encode())], _SUMS)
-        if onto:
-            self._go_on_from(onto)
+        if before:
+            self._go_on_from(before)
         self._fusion = Fusion(
             tuple((_SUMS, (summand.nbytes // 8,)) for summand in self._summands),
             DEFAULT_BUCKET_BYTES,
@@ -146,13 +145,13 @@ class MeanMetrics(Operation):
         leaves.check_values()
         settings = leaves.flat.settings(alone=self.group.size == 1)
         if self._goes_on:
-            settings = (*settings, GOES_ON if onto else BEGINS)
+            settings = (*settings, GOES_ON if before else BEGINS)
         self.signature = Signature(self.name, leaves=leaves.described(), settings=settings)
         self.nbytes, self.copies = self._fusion.nbytes, len(self._present)
 
-    def _go_on_from(self, onto: Sequence[Array]) -> None:
+    def _go_on_from(self, before: list[Array]) -> None:
         """Add what this rank has measured to a total, if it is the one to do so."""
-        *found, tree = [np.asarray(total, _SUMS).reshape(-1) for total in onto]
+        *found, tree = before
         parts = [summand.reshape(-1).view(_SUMS) for summand in self._summands]
         shapes = [total.shape for total in found] == [part.shape for part in parts]
         if not shapes or not np.array_equal(tree, self._tree):
@@ -206,6 +205,18 @@ class JoinedMeanMetrics(MeanMetrics):
         super().__init__(context, memory, tree, *rest)
         if self._goes_on:
             raise ValueError("inside join onto must be None, since ranks without data have no turn")
+
+
+def _arrays_of(onto: Any) -> list[Array]:
+    """Return the arrays of a total, none to begin one."""
+    try:
+        if isinstance(onto, tuple | list):
+            return [np.asarray(total, _SUMS).reshape(-1) for total in onto]
+    except (TypeError, ValueError):
+        pass
+    raise TypeError(
+        f"onto must be () or the total that a call has returned beside its means; got {onto!r}"
+    )
 
 
 def check_same_leaves(calls: Sequence[CallDetail]) -> None:
