@@ -142,8 +142,12 @@ def statistics(x: torch.Tensor, comm: ac.Communicator) -> tuple[torch.Tensor, to
     The parts are put together as in Chan, Golub, LeVeque: Updating Formulae and a Pairwise
     Algorithm for Computing Sample Variances, 1979.
     """
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    own = _own_statistics(wide)
+    try:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        own = _own_statistics(wide)
+    except Exception as error:
+        # A layout that torch has no statistics for, or no memory.
+        raise_on_all(comm, error)
     states = agree(comm, "SyncBatchNorm", CallState.of(own, elements=_elements(x)))
     counts = [state.elements for state in states]
     count = sum(counts)

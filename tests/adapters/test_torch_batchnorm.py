@@ -170,6 +170,7 @@ def test_fewer_than_two_elements_on_all_ranks_are_refused(
         (torch.ones(2, CHANNELS).int(), TypeError, "must be a tensor of floats; got torch.int32"),
         (torch.ones(CHANNELS), ValueError, r"must have the shape \(N, 3, ...\); got \(3,\)"),
         (torch.ones(2, 4), ValueError, r"must have the shape \(N, 3, ...\); got \(2, 4\)"),
+        (torch.ones(2, CHANNELS).to_sparse(), NotImplementedError, "SparseCPU"),
     ],
 )
 @each_rank_of(3)
