@@ -14,6 +14,7 @@ from arraycomm._protocol.group import Group
 from arraycomm._protocol.task import Task
 from arraycomm._protocol.waits import clock
 from arraycomm._protocol.waits.waiting import wait_for
+from arraycomm._protocol.waits.watchdog import checked_timeout
 from arraycomm._transports.base import Steps
 from arraycomm._transports.control import ControlChannel
 
@@ -97,7 +98,8 @@ class Request(ProcessBound, Generic[T_co]):
         Parameters
         ----------
         timeout : float, optional
-            Seconds to wait; None for as long as the communicator's own timeout allows.
+            Seconds to wait, 0 not to wait; None for as long as the communicator's own timeout
+            allows.
 
         Raises
         ------
@@ -106,6 +108,7 @@ class Request(ProcessBound, Generic[T_co]):
         """
         group, task, engine = self._group, self._task, self._group.engine
         try:
+            timeout = _checked(timeout)
             with engine.turn:
                 task.waited_for = True
                 if group.tracer is None or self._awaited:
@@ -172,7 +175,7 @@ def waitall(requests: Iterable[Request[T]]) -> list[T]:
         The error of the first request that failed, once all have been waited for.
     """
     # All are started before the first is waited for, also if a generator starts them.
-    return wait_for_each(list(requests))
+    return wait_for_each(_listed("waitall", requests))
 
 
 @entry
@@ -194,7 +197,7 @@ def waitany(requests: Iterable[Request[T]], *, timeout: float | None = None) -> 
     Exception
         The error of the request that is finished.
     """
-    waited_for = list(requests)
+    waited_for, timeout = _listed("waitany", requests), _checked(timeout)
     if not waited_for:
         raise ValueError("waitany: requests must be one at least; got none")
     deadline = None if timeout is None else clock.now() + timeout
@@ -221,12 +224,28 @@ def testall(requests: Iterable[Request[Any]]) -> bool:
 
     `waitall` then returns their results at once.
     """
-    finished = [each.test() for each in requests]
+    finished = [each.test() for each in _listed("testall", requests)]
     return all(finished)
 
 
 # pytest takes it for no test of the module that imports it.
 testall.__test__ = False  # type: ignore[attr-defined]
+
+
+def _checked(timeout: Any) -> float | None:
+    """Return the timeout of a wait, which may be 0 as well, or raise."""
+    return 0.0 if type(timeout) in (int, float) and timeout == 0 else checked_timeout(timeout)
+
+
+def _listed(name: str, requests: Iterable[Request[T]]) -> list[Request[T]]:
+    listed = list(requests)
+    for each in listed:
+        if not isinstance(each, Request):
+            raise TypeError(
+                f"{name}: requests must be what methods such as iallreduce return, in a list; got "
+                f"{type(each).__name__}"
+            )
+    return listed
 
 
 class Pending(Protocol):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from threading import Event
+from typing import Any
 
 import numpy as np
 import pytest
@@ -112,3 +113,34 @@ def test_a_rank_that_ends_or_does_not_come_ends_the_wait(comes: bool) -> None:
                 request.wait()
 
     run(2, wait, timeout=1.0)
+
+
+@pytest.mark.parametrize(
+    ("timeout", "kind", "message"),
+    [
+        (-1.0, ValueError, r"timeout must be positive, or None; got -1\.0"),
+        (float("nan"), ValueError, "timeout must be positive, or None; got nan"),
+        ("1", TypeError, "timeout must be a number of seconds or None; got '1'"),
+        (False, TypeError, "timeout must be a number of seconds or None; got False"),
+    ],
+)
+@each_rank_of(2)
+def test_a_wrong_timeout_is_refused_whether_or_not_there_is_something_to_wait_for(
+    comm: Communicator, timeout: Any, kind: type[Exception], message: str
+) -> None:
+    ended, waiting = comm.iallreduce(1.0), comm.irecv(1 - comm.rank)
+    assert ended.wait() == 2
+    for call in (ended.wait, waiting.wait, lambda t: ac.waitany([ended, waiting], timeout=t)):
+        with pytest.raises(kind, match=message):
+            call(timeout)
+    comm.send(1.0, 1 - comm.rank)
+    assert waiting.wait() == 1
+
+
+@pytest.mark.parametrize("call", [ac.waitall, ac.waitany, ac.testall])
+@each_rank_of(2)
+def test_what_is_no_request_is_refused_by_name(comm: Communicator, call: Any) -> None:
+    request = comm.iallreduce(1.0)
+    with pytest.raises(TypeError, match=f"{call.__name__}: requests must be .* got NoneType"):
+        call([request, None])
+    assert request.wait() == 2
