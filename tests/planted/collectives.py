@@ -530,8 +530,8 @@ MESSAGES: Final = (
     Fault(
         "results in another order: `waitall` returns the last request's result first",
         "arraycomm/_calls/requests.py",
-        "    return wait_for_each(list(requests))",
-        "    return wait_for_each(list(requests)[::-1])",
+        '    return wait_for_each(_listed("waitall", requests))',
+        '    return wait_for_each(_listed("waitall", requests)[::-1])',
         ("every_rank_gets_what_the_model_says",),
     ),
     Fault(
