@@ -243,3 +243,36 @@ def test_a_wait_holds_up_what_its_rank_can_only_do_later(
     watch.look(0.0, Wait(lambda: [1], "here", "", None, counted=here), now=True)
     assert watch.status is not None
     assert watch.status.held == (((1, 9),) if held else ())
+
+
+@alone
+def test_a_wait_that_ends_beside_a_look_stays_ended() -> None:
+    """The thread that makes progress may look while the call beside it ends the wait."""
+    told: list[str] = []
+    looking, ended = threading.Event(), threading.Event()
+
+    def wait_status(rank: int) -> str:
+        looking.set()
+        ended.wait(0.2)
+        return ""
+
+    notes = SimpleNamespace(report_wait=told.append, wait_status=wait_status)
+    notes.ask_wait_status = lambda ranks: None
+    control = SimpleNamespace(rank=0, step=4, peers=[1], notes=notes)
+    group = SimpleNamespace(name="A", size=2, family_ranks=[0, 1], control=control, closed=None)
+    group.engine = SimpleNamespace(idle=True, blocked=threading.get_ident())
+    group.related = [group]
+    watch = DeadlockWatch(group, certain=True, own_process=True)
+    watch.begin("here")
+
+    def end() -> None:
+        looking.wait()
+        watch.end(in_vain=False)
+        ended.set()
+
+    beside = threading.Thread(target=end)
+    beside.start()
+    watch.look(0.0, Wait(lambda: [1], "here", "", None, counted=(0, 7, 2)), now=True)
+    beside.join()
+    assert watch.status is None
+    assert told[-1] == ""

@@ -157,6 +157,9 @@ class WaitReports:
 
     def __init__(self, groups: list[Any]) -> None:
         self.groups = groups
+        # Held while a wait is begun, looked after or ended: a call may end beside the thread that
+        # makes progress. A signal's handler may wait as well.
+        self.changing = threading.RLock()
         # The group of the wait that was told last, if it goes on.
         self.owner: Member | None = None
         self._version = self._number = 0
@@ -228,19 +231,24 @@ class DeadlockWatch:
 
     def begin(self, doing: str) -> None:
         """Tell the other ranks of a wait that has just become long."""
-        self._looked, self._ask_after, self._found = 0.0, _ASK_FIRST, None
-        self._report(WaitStatus(doing, number=self.reports.count()))
+        with self.reports.changing:
+            self._looked, self._ask_after, self._found = 0.0, _ASK_FIRST, None
+            self._report(WaitStatus(doing, number=self.reports.count()))
 
     def end(self, *, in_vain: bool) -> None:
         """Tell the other ranks that the wait is over, or given up."""
-        if self.status is not None:
-            self.reports.report(
-                self._group, replace(self.status, in_vain=True) if in_vain else None
-            )
-            self.status = None
+        with self.reports.changing:
+            if self.status is not None:
+                told = replace(self.status, in_vain=True) if in_vain else None
+                self.reports.report(self._group, told)
+                self.status = None
 
     def look(self, waited: float, wait: Wait, *, now: bool = False) -> None:
         """Raise if the wait is in vain; looks now and then, unless it has to `now`."""
+        with self.reports.changing:
+            self._look(waited, wait, now=now)
+
+    def _look(self, waited: float, wait: Wait, *, now: bool) -> None:
         looked = clock.now()
         if self.status is None or (not now and looked < self._looked + _LOOK_EVERY):
             return
