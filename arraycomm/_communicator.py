@@ -29,6 +29,7 @@ from arraycomm._exit.exit import leave_by_error, replace_root
 from arraycomm._messages.calls import MessageCalls
 from arraycomm._messages.messages import Messenger
 from arraycomm._prepared import fast_path
+from arraycomm._prepared.packed_calls import PackedCall
 from arraycomm._protocol.group import Group
 from arraycomm._start.arguments import Arguments
 from arraycomm._start.over_mpi import open_over_mpi
@@ -612,7 +613,7 @@ class Communicator(NonblockingCalls, UnevenCalls, MessageCalls, Traceable):
             The rank that sends.
         """
         return fast_path.call(
-            self._runner, timeout, BcastObject, Pickled(obj), (root,), kind=fast_path.ObjectCall
+            self._runner, timeout, BcastObject, Pickled(obj), (root,), kind=PackedCall
         )
 
     def allgather_object(self, obj: T, *, timeout: float | None = None) -> list[T]:
@@ -623,9 +624,7 @@ class Communicator(NonblockingCalls, UnevenCalls, MessageCalls, Traceable):
         obj : object
             Anything that pickles; it may differ between ranks in type and size.
         """
-        return fast_path.call(
-            self._runner, timeout, AllgatherObject, Pickled(obj), kind=fast_path.ObjectCall
-        )
+        return fast_path.call(self._runner, timeout, AllgatherObject, Pickled(obj), kind=PackedCall)
 
     def gather_object(
         self, obj: T, root: int = 0, *, timeout: float | None = None
@@ -640,7 +639,7 @@ class Communicator(NonblockingCalls, UnevenCalls, MessageCalls, Traceable):
             The rank that gets the list.
         """
         return fast_path.call(
-            self._runner, timeout, GatherObject, Pickled(obj), (root,), kind=fast_path.ObjectCall
+            self._runner, timeout, GatherObject, Pickled(obj), (root,), kind=PackedCall
         )
 
     def plan(self, tree: Any, op: OpName = "mean", *, timeout: float | None = None) -> Plan:
@@ -692,8 +691,8 @@ class Communicator(NonblockingCalls, UnevenCalls, MessageCalls, Traceable):
 class GridCommunicator(GridCalls, Communicator):
     """A communicator whose ranks are the cells of a grid; made by `Communicator.grid`.
 
-    Rank 0 has the coordinates 0, …, 0, and those of the last dimension change first. Beside `sub`
-    and `neighbor_alltoall`, its calls are those of a communicator, or local.
+    Rank 0 has the coordinates 0, …, 0, and those of the last dimension change first. Beside `sub`,
+    `neighbor_alltoall` and its nonblocking form, its calls are those of a communicator, or local.
 
     Attributes
     ----------

@@ -17,14 +17,14 @@ from properties.test_machine import LAUNCHED
 
 Array = np.ndarray[Any, Any]
 
-# Of few elements, of none, of more than go in one message, and of no dimension.
-SHAPES = ((3,), (2, 0), (20_000,), (2, 3, 2), ())
+# Of few elements, of none, of more than go in one message, of no dimension, and of more than go with a header.
+SHAPES = ((3,), (2, 0), (20_000,), (2, 3, 2), (), (3,), (300_000,))
 DTYPES = ("float64", "int16", ">f8", "complex64")
 
 
 def block_of(rank: int, place: int, turn: int, kind: int) -> Array:
     """Return what a rank sends in one direction: shape, dtype and layout are its own."""
-    kind += rank + place
+    kind += rank + place + turn
     rng = np.random.default_rng((rank, place, turn))
     x = rng.integers(0, 99, SHAPES[kind % len(SHAPES)]).astype(DTYPES[kind % len(DTYPES)])
     return x.T if kind % 2 else x
@@ -57,6 +57,7 @@ class Neighbors:
         kind=st.integers(0, 20),
         into=st.lists(st.booleans(), min_size=6, max_size=6),
         check=st.booleans(),
+        requested=st.booleans(),
         timeout=TIMEOUT,
     )
     def test_neighbors_get_the_blocks_that_go_their_way(
@@ -68,14 +69,19 @@ class Neighbors:
         kind: int,
         into: list[bool],
         check: bool,
+        requested: bool,
     ) -> None:
-        """Also if the ranks before and after are one, or this one, and beside a user's messages."""
+        """Also if the ranks before and after are one, or this one, and beside a user's messages.
+
+        Blocks are of other lengths in each turn, so that those of some ranks go with their headers, and those of others
+        do not.
+        """
         # All ranks along one axis, or as equal as possible.
         shape = [comm.size if axis == long else 1 for axis in range(dims)] if long < dims else dims
         c = comm.dup(check=check)
         grid = c.grid(shape, periods[:dims])
         waiting = grid.irecv(ac.ANY_SOURCE, ac.ANY_TAG)
-        for turn in range(3):
+        for turn in range(6):
             blocks, wanted = list[Array | None](), list[Array | None]()
             for place in range(2 * dims):
                 source = source_of(grid.rank, place, grid.dims, periods)
@@ -84,7 +90,11 @@ class Neighbors:
                 blocks.append(None if there is None and into[place] else mine)
                 wanted.append(there)
             out = [memory_for(there) if into[place] else None for place, there in enumerate(wanted)]
-            got = grid.neighbor_alltoall(blocks, out=out if any(into[: 2 * dims]) else None)
+            places = out if any(into[: 2 * dims]) else None
+            if requested:
+                got = grid.ineighbor_alltoall(blocks, out=places).wait()
+            else:
+                got = grid.neighbor_alltoall(blocks, out=places)
             for came, there, memory in zip(got, wanted, out, strict=True):
                 assert memory is None or came is memory
                 if there is None:

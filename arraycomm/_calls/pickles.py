@@ -62,6 +62,20 @@ class Pickled:
             self._data = dumps(self._obj)
         return self._data
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the pickle."""
+        return len(self.data())
+
+    def packed(self, room: int) -> Bytes | None:
+        """Return the pickle; None if it has more bytes than `room`."""
+        data = self.data()
+        return data if len(data) <= room else None
+
+    def taken(self, received: list[bytes], exchange: Any, rows: Bytes) -> list[bytes]:
+        """Return the pickles that came, which are loaded later."""
+        return received
+
 
 class _Pickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:

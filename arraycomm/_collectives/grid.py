@@ -5,26 +5,26 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from itertools import compress
 from typing import Any
 
 import numpy as np
 
 from arraycomm._arrays.typing import ArrayT
-from arraycomm._calls.operation import Context, Operation
-from arraycomm._calls.requests import ProcessBound
+from arraycomm._calls.operation import Context
+from arraycomm._calls.requests import ProcessBound, Request
 from arraycomm._calls.runner import Runner
 from arraycomm._collectives.groups import SmallExchange
+from arraycomm._collectives.neighbors import Around, Blocks, NeighborAlltoall
 from arraycomm._entries import entries
 from arraycomm._messages.matching import PROC_NULL, Wildcard
 from arraycomm._messages.messages import Messenger
+from arraycomm._prepared.fast_path import call
+from arraycomm._prepared.packed_calls import PackedCall
 from arraycomm._protocol.agreement import Agreement
-from arraycomm._protocol.header import Signature
-from arraycomm._transports.base import Steps
 
 Layout = tuple[tuple[int, ...], tuple[bool, ...]]
-# Ranks along the axes of a grid, or what lies beyond its borders: see `neighbor_alltoall`.
-Around = Sequence[int | Wildcard]
 
 
 class MakeGrid(SmallExchange):
@@ -49,46 +49,6 @@ class MakeSubgrid(SmallExchange):
         if len(keep) != count or not all(isinstance(kept, bool | np.bool_) for kept in keep):
             raise ValueError(f"keep must be a bool for each of {count} dimensions; got {keep!r}")
         super().__init__(context, f"keep={[*map(bool, keep)]}")
-
-
-class NeighborAlltoall(Operation):
-    """See `GridCommunicator.neighbor_alltoall`; blocks are messages, which tell their shapes."""
-
-    name, code = "neighbor_alltoall", 46
-    header_independent = True
-
-    def __init__(
-        self, context: Context, messenger: Messenger, around: Around, blocks: Any, out: Any
-    ) -> None:
-        super().__init__(context)
-        self.signature = Signature(self.name)
-        blocks, out = list(blocks), [None] * len(around) if out is None else list(out)
-        for name, given in ("blocks", blocks), ("out", out):
-            if len(given) != len(around):
-                raise ValueError(
-                    f"{name} must be {len(around)} arrays, two for each dimension; got {len(given)}"
-                )
-        views = [self.placement.view_known(None, into) for into in out]
-        _check_apart([found.array for found in views if found is not None])
-        there = {place: rank for place, rank in enumerate(around) if isinstance(rank, int)}
-        self._outgoing = [messenger.read(blocks[place], *out) for place in there]
-        self.nbytes = sum(each.nbytes for each in self._outgoing)
-        self.copies = sum(each.copies for each in self._outgoing)
-        self._messenger, self._there = messenger, there
-        self._blocks, self._received = blocks, out
-
-    def steps(self, agreement: Agreement) -> Steps:
-        there, blocks, received = self._there, self._blocks, self._received
-        sends = list(zip(self._outgoing, there.values(), strict=True))
-        # In the order in which a neighbor sends, to which what lies before this rank lies after it.
-        back = sorted(there, key=lambda place: place ^ 1)
-        receives = [(there[place], blocks[place], received[place]) for place in back]
-        results = yield from self._messenger.trade(sends, receives)
-        for place, result in zip(back, results, strict=True):
-            received[place] = result
-
-    def result(self, agreement: Agreement) -> Any:
-        return self._received
 
 
 @entries(trimmed=True)
@@ -147,12 +107,13 @@ class GridCalls(ProcessBound):
     @property
     def neighbors(self) -> list[int]:
         """The ranks one step away along each dimension, in ascending order, each once."""
-        return sorted({rank for rank in self._around if isinstance(rank, int)} - {self.rank})
+        return sorted({*self._around[1].values()} - {self.rank})
 
-    @property
+    @cached_property
     def _around(self) -> Around:
-        """What lies before and after this rank along each axis."""
-        return [rank for axis in range(len(self.dims)) for rank in self.shift(axis)]
+        """The ranks before and after this one along each axis."""
+        places = [rank for axis in range(len(self.dims)) for rank in self.shift(axis)]
+        return len(places), {at: rank for at, rank in enumerate(places) if isinstance(rank, int)}
 
     def neighbor_alltoall(
         self,
@@ -181,14 +142,22 @@ class GridCalls(ProcessBound):
 
         Notes
         -----
-        Collective: all ranks compare the call, then each waits for its neighbors alone. With
-        `check=False` it waits for no others. Long blocks that are contiguous are sent and received
-        without a copy, unless one shares memory with `out`.
+        Collective. All ranks compare the call, and blocks of few bytes travel with what they
+        compare; for longer ones each rank then waits for its neighbors alone. With `check=False` it
+        waits for no others. Long blocks that are contiguous are sent and received without a copy,
+        unless one shares memory with `out`.
         """
-        arguments = self._messenger, self._around, blocks, out
+        given = Blocks(self._messenger, self._around, blocks, out)
         received: list[ArrayT]
-        received = self._runner.call_within(timeout, NeighborAlltoall, *arguments)
+        received = call(self._runner, timeout, NeighborAlltoall, given, kind=PackedCall)
         return received
+
+    def ineighbor_alltoall(
+        self, blocks: Sequence[ArrayT | None], *, out: Sequence[ArrayT | None] | None = None
+    ) -> Request[list[ArrayT]]:
+        """Start `neighbor_alltoall`; leave the arrays alone until the request is finished."""
+        given = Blocks(self._messenger, self._around, blocks, out)
+        return self._runner.start(NeighborAlltoall, given)
 
     def _layout_of(self, keep: Sequence[bool]) -> tuple[int, Layout]:
         """Return the color and the layout of the part that has the dimensions to `keep`."""
@@ -205,14 +174,6 @@ def layout_of(mpi4py_comm: Any) -> Layout | None:
     if not isinstance(mpi4py_comm, MPI.Cartcomm) or not mpi4py_comm.dims:
         return None
     return tuple(mpi4py_comm.dims), tuple(map(bool, mpi4py_comm.periods))
-
-
-def _check_apart(arrays: list[Any]) -> None:
-    """Raise if arrays share elements, of which one alone could arrive."""
-    for after, array in enumerate(arrays):
-        for before in range(after):
-            if np.shares_memory(arrays[before], array):
-                raise ValueError("arrays of out share elements, as rows and columns do at a corner")
 
 
 def _checked(dims: Any, periods: Any, size: int) -> Layout:

@@ -447,6 +447,21 @@ static PyObject *exchange_show(Exchange *self, PyObject *data)
     return as_before(self) ? received(self) : Py_NewRef(Py_None);
 }
 
+/* What came with the headers, for who reads it out of the slots. */
+static PyObject *exchange_lengths(Exchange *self, PyObject *none)
+{
+    (void)none;
+    PyObject *const lengths = PyList_New(self->slots.size);
+    for (int rank = 0; lengths && rank < self->slots.size; ++rank) {
+        PyObject *const length = PyLong_FromLongLong(length_from(self, rank));
+        if (length == NULL || PyList_SetItem(lengths, rank, length)) {
+            Py_DECREF(lengths);
+            return NULL;
+        }
+    }
+    return lengths;
+}
+
 static PyObject *exchange_counts(Exchange *self, PyObject *none)
 {
     (void)none;
@@ -468,6 +483,8 @@ static PyMethodDef exchange_methods[] = {
     {"show", (PyCFunction)(void (*)(void))exchange_show, METH_O,
      PyDoc_STR("show(data): make a step with these bytes; a list of those that this rank gets, or None if ranks show other headers than "
                "those that were given, or have sent no bytes with theirs. The turn is taken.")},
+    {"lengths", (PyCFunction)(void (*)(void))exchange_lengths, METH_NOARGS,
+     PyDoc_STR("lengths(): how many bytes have come with each rank's header in the last step. The turn is taken.")},
     {"counts", (PyCFunction)(void (*)(void))exchange_counts, METH_NOARGS,
      PyDoc_STR("counts(): return how many calls were made, and their seconds.")},
     {NULL, NULL, 0, NULL},

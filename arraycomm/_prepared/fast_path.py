@@ -22,14 +22,12 @@ from arraycomm._arrays.frameworks.base import ByAddress
 from arraycomm._arrays.results import allocate_like, commit_out, to_framework, view_out
 from arraycomm._arrays.views import by_address, view
 from arraycomm._calls.operation import NO_SHARE, Context, Operation, Share
-from arraycomm._calls.pickles import Pickled
 from arraycomm._calls.placement import Destination, HostPlacement
 from arraycomm._calls.requests import Ended, Request, noting
 from arraycomm._calls.runner import OperationClass, Runner
 from arraycomm._calls.statistics import Count
 from arraycomm._callsite import call_site, find_call_site
 from arraycomm._collectives.movements import FromRoot
-from arraycomm._collectives.objects import ObjectOperation
 from arraycomm._collectives.reductions import Allreduce
 from arraycomm._errors import ConcurrentUseError, TransportError
 from arraycomm._folds import in_c
@@ -508,47 +506,6 @@ def _in_c_order(array: Array) -> Array:
 def _write_out(into: BufferView, elements: Array) -> Any:
     into.array[...] = elements
     return commit_out(into)
-
-
-class ObjectCall(Exchanged):
-    """The fast path of calls of objects whose pickles are small enough to travel with the header.
-
-    How long these are may differ from call to call and from rank to rank.
-    """
-
-    def __init__(self, runner: Runner, call: Call, step: Step, made: ObjectOperation) -> None:
-        super().__init__(runner, call, step, made)
-        self._sends, self._root, self._loaded = made.sends, made.root, made.loaded
-        self._nbytes = 0
-
-    @staticmethod
-    def arguments(x: Any, rest: tuple[Any, ...], out: Any) -> tuple[Any, ...]:
-        return x, *rest
-
-    def __call__(self, x: Pickled, out: Any) -> Any:
-        try:
-            data = x.data() if self._sends else b""
-        except Exception:
-            return NotImplemented
-        except BaseException as error:
-            # As in a full call: the other ranks wait for the object.
-            self.give_up(error)
-            raise
-        if len(data) > self._group.inline_bytes:
-            return NotImplemented
-        with self._engine.turn:
-            exchange = self.exchange
-            if exchange is None or self._engine.queue or self._group.closed is not None:
-                return NotImplemented
-            received = exchange.show(data)
-            if received is None:
-                return self.settle(x, out)
-            self._nbytes += len(data)
-        return self.handed_over(partial(self._loaded, self._root, received))
-
-    def count(self) -> Count:
-        calls, seconds = self.exchange.counts()
-        return Count(self._call.operation.name, calls, self._nbytes, seconds)
 
 
 class LargeAllreduce(Exchanged):

@@ -133,9 +133,16 @@ ARGUMENTS: Final = (
     ),
     Fault(
         "neighbors confused: blocks of a rank that is both neighbors are taken one for the other",
-        "arraycomm/_collectives/grid.py",
-        "key=lambda place: place ^ 1)",
-        "key=lambda place: place)",
+        "arraycomm/_collectives/neighbors.py",
+        "key=lambda at: at ^ 1)",
+        "key=lambda at: at)",
+        ("neighbors_get_the_blocks_that_go_their_way",),
+    ),
+    Fault(
+        "blocks in the header: the one that goes away from this rank is taken for the one that comes",
+        "arraycomm/_collectives/neighbors.py",
+        "_block(rank, payload, at ^ 1, self._count)",
+        "_block(rank, payload, at, self._count)",
         ("neighbors_get_the_blocks_that_go_their_way",),
     ),
     Fault(
