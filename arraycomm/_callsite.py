@@ -155,9 +155,10 @@ def trim(error: BaseException) -> None:
     """Take the library's frames out of the traceback of an error that is about to reach the user.
 
     For an `except` block that ends with a bare `raise`: that adds no frame of its own. The errors
-    that led to this one are trimmed too, if they never left the library.
+    that led to this one are trimmed too, if they never left the library. One of the user's own, in
+    whose traceback the library has no frame, stays as it is.
     """
-    if not _shows_all():
+    if not _shows_all() and any(map(_step_is_ours, _steps(error.__traceback__))):
         _trim(error, set())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import pickle
 import traceback
@@ -16,7 +17,7 @@ import numpy as np
 import pytest
 
 import arraycomm as ac
-from arraycomm._callsite import call_site
+from arraycomm._callsite import call_site, trim
 from arraycomm._communicator import Communicator
 
 HERE = Path(__file__).name
@@ -198,3 +199,19 @@ def test_public_names_are_the_packages_and_errors_keep_what_they_carry_in_a_pick
     error = pickle.loads(pickle.dumps(ac.PeerError("gone", rank=3, traceback="text")))
     assert (str(error), error.rank, error.traceback) == ("gone", 3, "text")
     assert traceback.format_exception_only(error) == ["arraycomm.PeerError: gone\n"]
+
+
+def test_an_error_of_the_users_own_keeps_every_frame() -> None:
+    @functools.singledispatch
+    def fail(x: object) -> None:
+        raise ValueError(x)
+
+    def files(error: BaseException) -> list[str]:
+        return [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
+
+    with pytest.raises(ValueError, match="1") as caught:
+        fail(1)
+    before = files(caught.value)
+    trim(caught.value)
+    assert files(caught.value) == before
+    assert any(file.endswith("functools.py") for file in before)

@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Any, Final, NoReturn
 
 from arraycomm import _launch
+from arraycomm._callsite import trim
 from arraycomm._errors import CommunicatorClosedError, MismatchError, PeerError
 from arraycomm._exit import process_watch
 from arraycomm._exit.ending import wait_for_ends
@@ -179,20 +180,19 @@ def _print_in_turn() -> None:
     """Print what ends the program without mixing it with what other ranks print."""
     previous = sys.excepthook
 
-    def excepthook(
-        kind: type[BaseException], error: BaseException, trace: TracebackType | None
-    ) -> None:
+    def excepthook(kind: Any, error: BaseException, trace: TracebackType | None) -> None:
         typed = _is_typed(trace)
         if not typed:
             _ignore_interrupts()
+        trim(error)  # of the method that was called, too, which has let it pass
         by_default = previous is sys.__excepthook__
         try:
             if by_default and (printed := _printed_elsewhere(error)):
                 _print_whole(printed)
             elif by_default and not sys.stderr.isatty():
-                _print_whole("".join(traceback.format_exception(kind, error, trace)))
+                _print_whole("".join(traceback.format_exception(error)))
             else:
-                previous(kind, error, trace)
+                previous(kind, error, error.__traceback__)
             sys.stderr.flush()
         finally:
             if not typed:

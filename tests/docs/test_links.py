@@ -129,3 +129,5 @@ def test_the_readme_shows_what_three_ranks_print(tmp_path: Path) -> None:
     assert [line.partition(" ")[2] for line in job.stdout.splitlines()] == lines
     for line in error.splitlines()[1:]:
         assert line.strip() in job.stderr, job.stderr
+    # None of the library.
+    assert "_communicator.py" not in job.stderr
