@@ -8,6 +8,7 @@ import io
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from difflib import get_close_matches
 from textwrap import wrap
 from typing import Final, NamedTuple, NoReturn
@@ -92,6 +93,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command, with this process's arguments by default, and return its exit status."""
     argv = sys.argv[1:] if argv is None else argv
     _prepare_streams()
+    if "_ARGCOMPLETE" in os.environ:
+        _complete(os.environ["COMP_LINE"])
     try:
         return _run(argv)
     except KeyboardInterrupt:
@@ -105,6 +108,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Nobody reads on, as behind `| head`; Python would complain at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _UNREAD
+
+
+def _complete(line: str) -> None:
+    """Tell a shell how a line may go on, and end, if argcomplete is installed."""
+    with suppress(ImportError):
+        argcomplete = importlib.import_module("argcomplete")
+        argcomplete.autocomplete(_parser(line.split()[1:])[0])
 
 
 def _prepare_streams() -> None:

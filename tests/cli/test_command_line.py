@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -36,6 +37,22 @@ def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) 
     assert ended("--version") == 0
     assert capsys.readouterr().out == f"arraycomm {ac.__version__}\n"
     assert "__version__" in dir(ac)
+
+
+def test_a_shell_gets_the_options_of_the_command_in_its_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = list[str]()
+    library = ModuleType("argcomplete")
+    library.autocomplete = lambda parser: asked.append(parser.parse_args(["run", "-n2", "x"]).words)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "argcomplete", library)
+    monkeypatch.setenv("_ARGCOMPLETE", "1")
+    monkeypatch.setenv("COMP_LINE", "arraycomm run --pre")
+    ended()
+    assert asked == [["run", "--pre"]]
+    # Without the library the shell gets nothing.
+    monkeypatch.setitem(sys.modules, "argcomplete", None)
+    assert ended() == 0
 
 
 def test_it_ends_quietly_if_nobody_reads_on() -> None:
