@@ -75,6 +75,18 @@ SHOWN = {
     "refuse such classes with a `TypeError` that names the class": "tests/arrays/test_own_arithmetic.py arithmetic_of_ones_own_is_refused_by_name",
     "come back as the plain array or number": "tests/arrays/test_own_arithmetic.py subclasses_without_arithmetic_come_back_plain",
     "is refused with a `TypeError`, as a torch tensor": "tests/arrays/test_autodiff.py wanted_gradients_are_not_lost",
+    "`copy=True` always copies": "tests/arrays/test_exchange.py round_trip_by_bits",
+    "The scatters and `recv` give NumPy arrays": "tests/collectives/test_movements.py scattered_parts_are_of_numpy_where_nothing_else_is_wanted",
+    "They move between NumPy, PyTorch and JAX without a copy": "tests/arrays/test_exchange.py aligned_memory_is_shared",
+    "cannot say whether its memory may be written to, and counts as read-only": "tests/cuda/test_arrays.py dlpack_without_a_version_is_read_only",
+    "Python numbers have no memory to share": "tests/arrays/test_exchange.py numbers_buffers_and_what_shows_memory_become_arrays",
+    "Other byte orders": "tests/arrays/test_views.py other_byte_orders_are_converted",
+    "the result is what the `from_dlpack` of that namespace returns": "tests/arrays/test_namespaces.py results_are_what_the_namespace_makes",
+    "None as `__array_ufunc__` is no arithmetic": "tests/arrays/test_own_arithmetic.py subclasses_without_arithmetic_come_back_plain",
+    "a copy to the host goes through pinned memory": "tests/cuda/on_device/test_door.py chunks_go_through_pinned_memory_and_back",
+    "Record arrays stay record arrays": "tests/collectives/test_structures.py record_arrays_come_back_as_such",
+    "functions of the notebook need `pip install cloudpickle`": "tests/session/test_launch_function.py what_cannot_be_launched_is_refused",
+    "`mpiexec -n 3 python program.py` works as well": "tests/session/test_failing.py rank_that_raises_is_told_to_all",
 }
 
 
