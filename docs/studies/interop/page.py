@@ -14,6 +14,10 @@ from docs.studies.interop.sharing import FRAMEWORKS, MEMORY, make, outcome, same
 PAGE = Path(__file__).resolve().parents[2] / "interop.md"
 
 HEAD = """\
+---
+description: 'Arrays of NumPy, PyTorch and JAX as arrays of one another: which share memory, and which are copied'
+---
+
 <!-- Written by docs/studies/interop; change that program, not this page. -->
 
 # Arrays between frameworks
