@@ -33,6 +33,10 @@ SIZES: Final = {
 NODES: Final = 2, 4, 16, 64, 256, 1024
 
 TEXT: Final = """\
+---
+description: A model of what an allreduce costs on many nodes
+---
+
 <!-- Written by docs/studies/scaling.py; change that program, not this page. -->
 
 # Scaling to many ranks

@@ -131,3 +131,14 @@ def test_the_readme_shows_what_three_ranks_print(tmp_path: Path) -> None:
         assert line.strip() in job.stderr, job.stderr
     # None of the library.
     assert "_communicator.py" not in job.stderr
+
+
+def test_each_page_has_a_description_of_its_own() -> None:
+    """Search engines and previews show it."""
+    pages = [page for page in (ROOT / "docs").rglob("*.md") if "studies" not in page.parts]
+    found = [
+        re.match(r"---\n(?:title: .*\n)?description: (.{20,150})\n---\n", page.read_text("utf-8"))
+        for page in pages
+    ]
+    assert [page.name for page, each in zip(pages, found, strict=True) if each is None] == []
+    assert len({each[1] for each in found if each}) == len(pages)

@@ -19,6 +19,10 @@ PAGE: Final = ROOT / "docs" / "evidence" / "planted.md"
 CAUGHT: Final = Path(__file__).with_name("caught.json")
 
 _HEAD: Final = """\
+---
+description: Faults planted in the library, and the law that catches each
+---
+
 # Mutation tests
 
 Would the tests notice if the library were wrong? The script below puts one fault at a time into a copy of the source, and runs the

@@ -165,6 +165,10 @@ def files() -> dict[str, str]:
 def page() -> str:
     """Return the page of the evidence."""
     lines = [
+        "---",
+        "description: Which laws pass each argument of each public call, and which tests show each failure",
+        "---",
+        "",
         "# Laws of each argument",
         "",
         "Each argument of each public call, and the laws that pass it, read from the laws in",

@@ -28,6 +28,10 @@ WHERE_SLOWER: Final = (
 )
 BUSY: Final = "Other programs ran on it at the same time, so **take them as rough**. "
 INTRODUCTION: Final = """\
+---
+description: 'Times of collectives, trees and training steps beside mpi4py, gloo and mpi4jax, and a command to measure on your machine'
+---
+
 # Performance
 
 ![Bars of arraycomm's time divided by another library's, one for each row of the table below; a dashed line stands at 1](figures/benchmarks.svg){{ .figure }}
@@ -84,6 +88,10 @@ A training step has the same model, data and threads as with `DistributedDataPar
 """
 
 TABLES_INTRODUCTION: Final = """\
+---
+description: Every time behind the page on performance, of collectives, trees, training steps and compiled programs
+---
+
 # Benchmark tables
 
 Every figure behind [Performance](../benchmarks.md): `allreduce` with `op="sum"`, trees of arrays shaped like the gradients of two models, training
