@@ -90,6 +90,8 @@ def groups(comm: ac.Communicator, color: int | None) -> None:
     assert_type(comm.split(color), ac.Communicator | None)
     assert_type(comm.dup(), ac.Communicator)
     assert_type(comm.grid(1).neighbor_alltoall([3, 4]), list[int])
+    rows = np.zeros((2, 3))
+    comm.grid(1).neighbor_alltoall(rows, out=rows)
     assert_type(comm.grid(1).ineighbor_alltoall([3, 4]), ac.Request[list[int]])
     assert_type(comm.grid(2).sub((True, False)), ac.GridCommunicator)
     assert_type(ac.GridCommunicator.from_mpi(comm.mpi_comm), ac.GridCommunicator)

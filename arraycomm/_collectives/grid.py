@@ -117,9 +117,9 @@ class GridCalls(ProcessBound):
 
     def neighbor_alltoall(
         self,
-        blocks: Sequence[ArrayT | None],
+        blocks: Iterable[ArrayT | None],
         *,
-        out: Sequence[ArrayT | None] | None = None,
+        out: Iterable[ArrayT | None] | None = None,
         timeout: float | None = None,
     ) -> list[ArrayT]:
         """Send an array to each neighbor, and get one from each, as a halo exchange does.
@@ -153,7 +153,7 @@ class GridCalls(ProcessBound):
         return received
 
     def ineighbor_alltoall(
-        self, blocks: Sequence[ArrayT | None], *, out: Sequence[ArrayT | None] | None = None
+        self, blocks: Iterable[ArrayT | None], *, out: Iterable[ArrayT | None] | None = None
     ) -> Request[list[ArrayT]]:
         """Start `neighbor_alltoall`; leave the arrays alone until the request is finished."""
         given = Blocks(self._messenger, self._around, blocks, out)
