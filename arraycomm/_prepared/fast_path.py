@@ -590,10 +590,12 @@ class DevicePath(Exchanged):
         # As the class has it, in an attribute of this object.
         self.arguments = kind.arguments  # type: ignore[method-assign]
         self._prepared, self._nbytes = prepared, prepared.nbytes
+        self._copies = prepared.made.copies
         self._calls, self._seconds = 0, 0.0
 
     def __call__(self, x: Any, out: Any) -> Any:
         with self._engine.turn:
+            started = perf_counter()
             found = self._look(x, out, beside=False)
             if found is None:
                 return NotImplemented
@@ -601,7 +603,9 @@ class DevicePath(Exchanged):
                 return self.settle(x, out)
             prepared = self._prepared
             self._put(prepared, found, beside=False)
-            return self._kind.whole(x, prepared.deliver(found, out))
+            result = self._kind.whole(x, prepared.deliver(found, out))
+            self._seconds += perf_counter() - started
+            return result
 
     def start(self, x: Any, out: Any) -> Any:
         # As in `SmallCall.start`.
@@ -636,7 +640,7 @@ class DevicePath(Exchanged):
 
     def _put(self, prepared: Any, found: Any, *, beside: bool) -> Callable[[], None] | None:
         """Put a call on the device, and return what lets its caller use the result."""
-        group, started = self._group, perf_counter()
+        group = self._group
         try:
             follow = self._begin(prepared, found, beside)
             group.watchdog.check_given_up()
@@ -647,7 +651,6 @@ class DevicePath(Exchanged):
             self.give_up(error)
             raise
         self._calls += 1
-        self._seconds += perf_counter() - started
         return follow
 
     def _begin(self, prepared: Any, found: Any, beside: bool) -> Callable[[], None] | None:
@@ -689,8 +692,8 @@ class DevicePath(Exchanged):
         self._prepared = None
 
     def count(self) -> Count:
-        name = self._call.operation.name
-        return Count(name, self._calls, self._calls * self._nbytes, self._seconds)
+        calls, name = self._calls, self._call.operation.name
+        return Count(name, calls, calls * self._nbytes, self._seconds, calls * self._copies)
 
 
 def _show_nothing(_: None) -> None:
