@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 from unittest import mock
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ import arraycomm as ac
 from arraycomm import Communicator
 from arraycomm._communicator import runner_of
 from arraycomm._cuda import selection
+from arraycomm._training.rounds import Bucket, Place, Rounds
 from arraycomm.testing import run
 from arraycomm.testing._arrays.oracle import expected
 from tests.support.device import in_own_stream, library, linked_devices
@@ -61,6 +63,47 @@ def _tree(comm: Communicator, x: Any) -> Any:
     return ac.allreduce_tree([x, x[:1]], "sum", comm=comm)[0]
 
 
+# The rounds of each communicator, as an optimizer has them, and its buckets by what they are for.
+_ROUNDS: WeakKeyDictionary[Communicator, dict[Any, Any]] = WeakKeyDictionary()
+
+
+def _bucket(comm: Communicator, x: Any, *, start: bool, sparse: bool = False) -> Any:
+    """Reduce a bucket of two gradients, of which the last rank may have one."""
+    options = {"bucket_bytes": 25 << 20, "compression": None}
+    kept = _ROUNDS.setdefault(comm, {"rounds": Rounds(comm, "sum", options)})
+    bucket = kept.setdefault((x.dtype, x.shape), Bucket(1, range(2)))
+    lacks = sparse and comm.rank == comm.size - 1
+    reduce = kept["rounds"].start if start else kept["rounds"].reduce
+    return reduce(bucket, lambda: {0: x, 1: None if lacks else x[:1]}, Place(), may_overwrite=True)
+
+
+def _bucket_and_others(comm: Communicator, x: Any) -> Any:
+    """Reduce a bucket, one that a rank lacks a gradient of, and the same in a request."""
+    found = [_bucket(comm, x, start=False, sparse=sparse).leaves for sparse in (False, True)]
+    found.append(_bucket(comm, x, start=True, sparse=True).wait().leaves)
+    for leaves in found[1:]:
+        # The others have added theirs to zeros.
+        assert np.array_equal(leaves[0].get(), found[0][0].get())
+        assert leaves[1].get().shape == (1,)
+    assert np.array_equal(found[0][1].get(), found[0][0].get()[:1])
+    return found[0][0]
+
+
+class _Leaf:
+    """The request of a bucket, of which this is the first gradient."""
+
+    def __init__(self, request: Any) -> None:
+        self._request = request
+
+    def wait(self) -> Any:
+        """Wait for it."""
+        return self._request.wait().leaves[0]
+
+
+def _gradients(comm: Communicator, x: Any) -> Any:
+    return ac.allreduce_gradients([x, x[:1]], "sum", comm=comm)[0]
+
+
 # What is called, its request if it has one, and the result of all ranks' rows.
 KINDS: dict[str, tuple[Callable[..., Any], Callable[..., Any] | None, Callable[..., Any]]] = {
     "sum": (Communicator.allreduce, Communicator.iallreduce, lambda rows, _: expected(rows, "sum")),
@@ -92,6 +135,12 @@ KINDS: dict[str, tuple[Callable[..., Any], Callable[..., Any] | None, Callable[.
         lambda rows, rank: np.concatenate([row.reshape(SIZE, -1)[rank] for row in rows]),
     ),
     "tree": (_tree, None, lambda rows, _: expected(rows, "sum")),
+    "gradients": (_gradients, None, lambda rows, _: expected(rows, "sum")),
+    "bucket": (
+        _bucket_and_others,
+        lambda comm, x: _Leaf(_bucket(comm, x, start=True)),
+        lambda rows, _: expected(rows, "sum"),
+    ),
 }
 
 

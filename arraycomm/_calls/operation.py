@@ -55,28 +55,28 @@ class Context:
     """
 
     group: Group
-    _placements: Placements
-    _given: HostPlacement | None = None
+    placements: Placements
+    given: HostPlacement | None = None
     # Whether the caller goes on meanwhile.
     is_request: bool = False
 
     @property
     def host(self) -> HostPlacement:
         """The placement of arrays that are host memory."""
-        return self._given or self._placements.host
+        return self.given or self.placements.host
 
     @property
     def host_tree(self) -> HostPlacement:
         """The placement of trees that are communicated as host memory."""
-        return self._placements.host_tree
+        return self.placements.host_tree
 
     def place(self, *arrays: Any) -> HostPlacement:
         """Return where a call of these arrays is communicated from."""
-        return self._given or self._placements.of(*arrays, is_request=self.is_request)
+        return self.given or self.placements.of(*arrays, is_request=self.is_request)
 
     def place_tree(self, leaves: Sequence[Any]) -> HostPlacement:
         """Return where a tree of these leaves is communicated from."""
-        return self._given or self._placements.of_tree(leaves, is_request=self.is_request)
+        return self.given or self.placements.of_tree(leaves, is_request=self.is_request)
 
 
 class Operation:

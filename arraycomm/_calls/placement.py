@@ -184,9 +184,10 @@ class Placements:
     # Calls that are prepared; see `_prepared/fast_paths.py`.
 
     def prepare(self, make: Callable[[HostPlacement], Any], x: Any, out: Any) -> Any:
-        """Return what puts calls with arrays like these on a device; None if nothing does.
+        """Return what puts calls with arrays like these on a device, and the call as it was made.
 
-        `make` makes the call with a placement, and returns it with its movements.
+        None if nothing does. Only the call has these very arrays. `make` makes the call with a
+        placement, and returns it with its movements.
         """
         return None
 
@@ -198,6 +199,10 @@ class Placements:
         If it is `beside` what the caller does meanwhile, that is still to be called.
         """
         return None
+
+    def of_recorded_tree(self) -> HostPlacement:
+        """Return the placement of a tree on devices that is put there as it was recorded."""
+        return self.host_tree
 
     # The life of a communicator.
 

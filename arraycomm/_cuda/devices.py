@@ -296,7 +296,9 @@ class Devices(Placements):
         if len(LEASES):
             _sweep.add(self)
 
-    def prepare(self, make: Make, x: Sequence[Any], out: Any) -> PreparedCall | None:
+    def prepare(
+        self, make: Make, x: Sequence[Any], out: Any
+    ) -> tuple[PreparedCall, Operation] | None:
         framework, link, progress = framework_of(x[0]), self.link, self._progress
         if framework is None or not isinstance(link, NcclLink) or link.size == 1:
             return None
@@ -309,13 +311,14 @@ class Devices(Placements):
         if stream == memory.own_stream or {framework_of(each) for each in x} != {framework}:
             return None
         with current(memory.device):
-            memory, prepared = memory.at(stream), None
+            memory, prepared, first = memory.at(stream), None, None
             for in_place in (False, True)[: 1 + (out is not None)]:
                 recording = Recording(self._group, link, self, memory, len(x), in_place=in_place)
                 made, moving = make(recording)
                 if in_place and (made.target is None or made.target.shape != tuple(x[0].shape)):
                     break
-                prepared = prepared or PreparedCall(framework, link, memory, made)
+                first = first or made
+                prepared = prepared or PreparedCall(framework, link, memory, made.nbytes)
                 if made.may_go_ahead and self.digests is not None:
                     # Other calls wait for their headers.
                     prepared.digest = prepared.digest or self._digest_of(made, link.at(stream))
@@ -324,10 +327,11 @@ class Devices(Placements):
                 word = progress.addresses[0]
                 if not prepared.add(recording, word, len(x), in_place=in_place):
                     return None
-            if prepared is not None:
-                # Now: a later call would wait for the device, behind a call that waits for ranks.
-                self._scratch_of(prepared.scratch_bytes, memory)
-            return prepared
+            if prepared is None or first is None:
+                return None
+            # Now: a later call would wait for the device, behind a call that waits for ranks.
+            self._scratch_of(prepared.scratch_bytes, memory)
+            return prepared, first
 
     def _digest_of(self, made: Operation, link: NcclLink) -> DeviceBuffer:
         """Return the digest of a call's header, on the device."""
@@ -343,6 +347,10 @@ class Devices(Placements):
         if self._scratch is None:
             self._scratch = memory.at(memory.own_stream).allocate(GATHER_BYTES)
         return self._scratch
+
+    def of_recorded_tree(self) -> HostPlacement:
+        assert self.link is not None
+        return CopiedTreePlacement(self._group, ALL_ON_DEVICE, self.link.memory.device)
 
     def put(
         self, prepared: PreparedCall, found: Found, show: Callable[[None], None], *, beside: bool

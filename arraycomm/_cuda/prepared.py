@@ -275,13 +275,13 @@ class Found(NamedTuple):
 class PreparedCall:
     """A collective of arrays of a framework, dtypes and shapes, called in the stream of a memory.
 
-    `made` is the call, as it is recorded. Its request is in the memory's own stream.
+    Its request is in the memory's own stream.
     """
 
     def __init__(
-        self, framework: Framework, link: NcclLink, memory: CudaMemory, made: Operation
+        self, framework: Framework, link: NcclLink, memory: CudaMemory, nbytes: int
     ) -> None:
-        self.made, self.nbytes = made, made.nbytes
+        self.nbytes = nbytes
         self._framework, self._link, self._memory = framework, link, memory
         self.stream = memory.stream
         # In which the memory of requests is made.

@@ -191,9 +191,9 @@ def _keep_on_device(runner: Runner, call: Call, x: Any, out: Any, kind: type[Exc
     # What is wrong with that is no matter of the call which has just succeeded, and another thread
     # may be in a call by now.
     with suppress(Exception), group.turn():
-        prepared = runner.placements.prepare(make, kind.arrays(x), out)
-        step = prepared and kind.fits(call, prepared.made) and step_on_device(group, prepared.made)
-        path = DevicePath(runner, call, step, prepared, kind) if step else path
+        prepared, made = runner.placements.prepare(make, kind.arrays(x), out)
+        step = kind.fits(call, made) and step_on_device(group, made)
+        path = DevicePath(runner, call, step, made, prepared, kind) if step else path
     # Arrays of other types may be on the host in the next call.
     of_cupy = {type(each).__module__ for each in kind.arrays(x)} == {"cupy"}
     if type(path) is DevicePath or call.key[4][0] or of_cupy:
@@ -581,16 +581,22 @@ class DevicePath(Exchanged):
     """
 
     def __init__(
-        self, runner: Runner, call: Call, step: Step, prepared: Any, kind: type[Exchanged]
+        self,
+        runner: Runner,
+        call: Call,
+        step: Step,
+        made: Operation,
+        prepared: Any,
+        kind: type[Exchanged],
     ) -> None:
         super().__init__(runner, call, step)
         # Made in full, each goes where its arrays are.
-        self._placement, self._ahead = None, prepared.made.may_go_ahead
+        self._placement, self._ahead = None, made.may_go_ahead
         self._kind = kind
         # As the class has it, in an attribute of this object.
         self.arguments = kind.arguments  # type: ignore[method-assign]
-        self._prepared, self._nbytes = prepared, prepared.nbytes
-        self._copies = prepared.made.copies
+        self._prepared, self._nbytes, self._copies = prepared, made.nbytes, made.copies
+        self._negotiable = made.negotiable
         self._calls, self._seconds = 0, 0.0
 
     def __call__(self, x: Any, out: Any) -> Any:

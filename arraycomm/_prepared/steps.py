@@ -104,7 +104,7 @@ def moving(made: Operation, take_apart: Callable[[Any], list[Any]]) -> Steps:
     """Move what a call moves that has no more to learn from headers; return its results."""
     if isinstance(made, Bcast) and made.target is not None:
         yield from made.move(None, made.target.dtype, made.target.shape)
-    elif made.may_go_ahead:
+    elif made.may_go_ahead or made.negotiable:
         yield from made.steps(NO_HEADERS)
     else:
         raise TypeError(made.name)

@@ -1,17 +1,28 @@
-"""Leaves on a device: packed, reduced and returned without a copy to the host."""
+"""Leaves on a device: packed, reduced and returned without a copy to the host.
+
+What such a reduction puts on the device after its header may be recorded, and put there in C again.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
 
 from arraycomm._arrays.buffer import BufferView
 from arraycomm._arrays.results import to_framework
+from arraycomm._calls.operation import Context, Operation
+from arraycomm._calls.placement import HostPlacement
 from arraycomm._cuda import arrays
 from arraycomm._cuda.placement import DevicePlacement
+from arraycomm._prepared.steps import moving
+from arraycomm._protocol.header import Signature
 from arraycomm._reduce import algorithms
 from arraycomm._transports.base import Steps
+from arraycomm._trees.buffers import Packed
+from arraycomm._trees.fusion import Fusion
 from arraycomm._trees.layout import Bucket, lay_out
+from arraycomm._trees.leaves import Parts
 
 
 def reduce(
@@ -76,3 +87,45 @@ class _DeviceBucket:
             made, device_buffer = self._placement.empty(view, view.shape, view.dtype)
             device_buffer[...] = self.device_buffer[part]
             yield leaf, arrays.finish(made, view)
+
+
+class Recorded(NamedTuple):
+    """A reduction of a tree on a device, recorded: what puts it there, and what ranks compare."""
+
+    prepared: Any
+    signature: Signature
+    nbytes: int
+    copies: int
+    fusion: Fusion
+    packed: Packed
+    parts: Parts
+
+    def put(self, context: Context, found: Any) -> list[Any]:
+        """Put on the device what `prepared` has found there, and return the results."""
+        placements, beside = context.placements, context.is_request
+        placements.follow = placements.put(self.prepared, found, lambda _: None, beside=beside)
+        results: list[Any] = self.prepared.deliver(found, None)
+        return results
+
+
+def record(
+    context: Context,
+    leaves: Sequence[Any],
+    make: Callable[[Context], Operation],
+    take_apart: Callable[[Any], list[Any]],
+) -> Any:
+    """Record the reduction of leaves, made in a context; return what looks at others like them.
+
+    `take_apart` returns the leaves of a result. None if it cannot be recorded.
+    """
+
+    def recorded(placement: HostPlacement) -> tuple[Operation, Steps]:
+        made = make(Context(context.group, context.placements, placement))
+        made.payload = made.pack(0)
+        return made, moving(made, take_apart)
+
+    # What is wrong with that is no matter of the call which is made now.
+    with suppress(Exception):
+        prepared, _ = context.placements.prepare(recorded, leaves, None)
+        return prepared
+    return None

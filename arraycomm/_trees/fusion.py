@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import lru_cache
 from itertools import groupby, pairwise
 from typing import Any, Final
@@ -226,6 +226,8 @@ class TreeMemory:
         # Those of plans that are in use, and what makes those of `allreduce_gradients`.
         self.plans: WeakValueDictionary[tuple[Spec, ...], Fusion] = WeakValueDictionary()
         self.gradients = recent_fusions()
+        # Reductions of trees on devices that are recorded; see `_trees/device_leaves.py`.
+        self.recorded: dict[Hashable, Any] = {}
 
 
 def recent_fusions() -> Callable[[tuple[Spec, ...], int], Fusion]:

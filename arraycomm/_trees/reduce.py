@@ -6,6 +6,7 @@ Calls of small trees that repeat are prepared by the tree's structure, without a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Final
 
 import ml_dtypes
@@ -58,6 +59,8 @@ COMPRESSIONS: Final[dict[str, DType]] = {
 
 # To look at more leaves takes longer than a call in full does besides.
 _MOST_LEAVES: Final = 256
+# The trees of one communicator whose reductions on devices are recorded.
+_MOST_RECORDED: Final = 64
 
 # Frameworks of numbers, which have no arrays.
 _NUMBERS: Final = ("python", "numpy_scalar")
@@ -84,6 +87,9 @@ class AllreduceTree(TreeReduction):
     independent_on_devices = True
     # Whether results may be written over leaves, which are then the results themselves.
     may_overwrite = False
+    # What puts it on devices, if it is recorded, and what that has found there.
+    _recorded: Any = None
+    _found: Any = None
 
     def __init__(
         self,
@@ -96,13 +102,17 @@ class AllreduceTree(TreeReduction):
         onto: Onto | None = None,
     ) -> None:
         check_op(op)
+        self._context, self._host = context, context.host_tree
+        self._memory, self._onto = memory, onto
+        self.op, self._bucket_bytes, self._compression = op, bucket_bytes, compression
+        self._given = self._given_of(tree)
+        if self._given is not None and self._repeat_on_device(self._given):
+            return
         self._flat = flatten(tree)
         # Totals are added up by the folds of the host.
         on_host = onto is not None
         place = context.host_tree if on_host else context.place_tree(self._flat.leaves)
         super().__init__(context, place)
-        self._memory, self._host, self._onto = memory, context.host_tree, onto
-        self.op, self._bucket_bytes, self._compression = op, bucket_bytes, compression
         self.leaves = leaves = Leaves(self._flat, self.placement.view)
         leaves.check_reducible(op)
         # What this rank adds.
@@ -117,6 +127,56 @@ class AllreduceTree(TreeReduction):
         self.signature = Signature(self.name, op, leaves=leaves.described(), settings=settings)
         self.nbytes = self.fusion.nbytes + self.parts.device_bytes
         self.copies = len(self.parts.present) + len(self.parts.on_device)
+        if self._given is not None and len(self.parts.on_device) == len(self._given.leaves):
+            self._record(self._given)
+
+    def _given_of(self, tree: Any) -> Given | None:
+        """Return a tree whose reduction may be recorded, as it is found again."""
+        if not self.may_overwrite or self._onto is not None or self._context.given is not None:
+            return None
+        with suppress(Exception):
+            return Given(None, tree, (self.op, self._bucket_bytes, self._compression))
+        return None
+
+    def _repeat_on_device(self, given: Given) -> bool:
+        """Return whether the reduction is recorded; look then at nothing but where leaves are."""
+        self._recorded = recorded = self._memory.recorded.get(given.key)
+        if recorded is None or recorded.prepared is None:
+            return False
+        self._found = recorded.prepared.look(given.leaves, None, beside=self._context.is_request)
+        if self._found is None:
+            return False
+        super().__init__(self._context, self._context.placements.of_recorded_tree())
+        # Of the leaves on the host, of which there are none.
+        self.fusion, self.packed, self.parts = recorded.fusion, recorded.packed, recorded.parts
+        self.signature = recorded.signature
+        self.nbytes, self.copies = recorded.nbytes, recorded.copies
+        return True
+
+    def _record(self, given: Given) -> None:
+        """Record the reduction, if one like it has been made before."""
+        kept = self._memory.recorded
+        if given.key not in kept:
+            if len(kept) >= _MOST_RECORDED:
+                kept.clear()
+            kept[given.key] = None
+        elif kept[given.key] is None:
+            arguments = self._memory, given.tree, self.op, self._bucket_bytes, self._compression
+            prepared = device_leaves.record(
+                self._context,
+                given.leaves,
+                lambda context: AllreduceGradients(context, *arguments),
+                SmallTree.taken_apart,
+            )
+            kept[given.key] = device_leaves.Recorded(
+                prepared,
+                self.signature,
+                self.nbytes,
+                self.copies,
+                self.fusion,
+                self.packed,
+                Parts([], []),
+            )
 
     def view_leaves(self) -> Leaves:
         return self.leaves
@@ -133,6 +193,9 @@ class AllreduceTree(TreeReduction):
         return self.packed.buffer
 
     def steps(self, agreement: Agreement) -> Steps:
+        if self._found is not None and agreement.calls is None:
+            self._reduced = self._recorded.put(self._context, self._found)
+            return
         if agreement.calls is not None:
             yield from self._reduce_missing(agreement.calls)
             return
@@ -154,6 +217,8 @@ class AllreduceTree(TreeReduction):
             self._reduced[self.parts.present[leaf]] = self.parts.sources[leaf].source
 
     def result(self, agreement: Agreement) -> Any:
+        if self._found is not None and agreement.calls is None:
+            return SmallTree.whole(self._given, self._reduced)
         views = self.leaves.views
         if self._onto is not None:
             return self._totals(agreement)
@@ -176,9 +241,13 @@ class AllreduceTree(TreeReduction):
     def _reduce_missing(self, calls: Sequence[CallDetail]) -> Steps:
         """Reduce trees in which a leaf may be None on some ranks; the others know its spec."""
         agreed = agreed_leaves(calls)
+        if self._found is not None:
+            self._flat = flatten(self._given.tree)
+            self.leaves = Leaves(self._flat, self._host.view)
         self._check_taken(calls, agreed)
         if self.parts.on_device:
             self.leaves = Leaves(self._flat, self._host.view)
+        if self._onto is None:
             self.added = self.leaves.views
         self._present = [n for n, leaf in enumerate(agreed) if leaf.kind != NONE]
         specs = [spec_of(agreed[n]) for n in self._present]
@@ -233,7 +302,7 @@ class AllreduceGradients(AllreduceTree):
         check_compression(compression)
         super().__init__(context, memory, tree, op, bucket_bytes, compression, onto)
         self.negotiable = missing == "zeros"
-        if self.negotiable and None in self.leaves.views:
+        if self.negotiable and self._found is None and None in self.leaves.views:
             self.word = announced(prototypes(self.leaves.views)[0])
         self.independent_on_devices = missing != "zeros"
 
@@ -375,6 +444,7 @@ class Given:
             for leaf in self.leaves
         ]
         self.dtype = place, tuple(looks)
+        self.key = self.shape, self.dtype
         # As of an array, which may be of one type on the host and on a device.
         self.is_cuda = getattr(self.leaves[0], "is_cuda", None) if self.leaves else None
 

@@ -697,6 +697,45 @@ def test_array_that_is_reshaped_before_its_request_is_waited_for_prepares_no_cal
         assert comm.allreduce(cupy.full(4, 1.0, "float32")).shape == (4,)
 
 
+@each_rank_of("several", by="on_devices")
+def test_arrays_of_the_first_call_are_let_go_though_calls_like_it_are_prepared(comm, cuda) -> None:
+    import cupy
+
+    for call in (comm.allreduce, lambda x: comm.iallreduce(x).wait(), comm.bcast):
+        x = cupy.ones(comm.size, "float32")
+        there = weakref.ref(x)
+        call(x)
+        cupy.cuda.get_current_stream().synchronize()
+        del x
+        _wait_until(lambda there=there: there() is None)
+
+
+@each_rank_of("several", by="on_devices")
+def test_what_waits_for_its_header_on_devices_is_recorded(comm, cuda) -> None:
+    """Gradients of all ranks, and buckets of optimizers, whose headers have a word of their own each time."""
+    from arraycomm._communicator import runner_of
+    from arraycomm._training.rounds import Bucket, Place, Rounds
+
+    placements, put = runner_of(comm).placements, []
+    usual = placements.put
+    placements.put = lambda *args, **kwargs: put.append(args) or usual(*args, **kwargs)
+    tree = {0: _there(_values(comm, 5)), 1: _there(np.ones(3, "int32"))}
+    rounds, bucket = Rounds(comm, "sum", {"bucket_bytes": 1 << 20, "compression": None}), None
+    calls = (
+        lambda _: ac.allreduce_gradients(tree, "sum", comm=comm),
+        lambda n: rounds.reduce(bucket, lambda: tree, Place(n), may_overwrite=True).leaves,
+        lambda n: rounds.start(bucket, lambda: tree, Place(n), may_overwrite=True).wait().leaves,
+    )
+    for call in calls:
+        bucket = Bucket(1, range(2))
+        first = call(1)
+        for number in range(2, 5):
+            assert all(map(_same, call(number).values(), first.values()))
+        before = len(put)
+        call(5)
+        assert len(put) == before + 1
+
+
 _WITHOUT_ASSERTIONS = """
 from arraycomm.testing import run
 from tests.support.device import in_own_stream, linked_devices
