@@ -330,7 +330,7 @@ class Devices(Placements):
             if prepared is None or first is None:
                 return None
             # Now: a later call would wait for the device, behind a call that waits for ranks.
-            self._scratch_of(prepared.scratch_bytes, memory)
+            self._scratch_of(prepared.scratch_bytes, memory, stream)
             return prepared, first
 
     def _digest_of(self, made: Operation, link: NcclLink) -> DeviceBuffer:
@@ -340,10 +340,10 @@ class Devices(Placements):
         link.put_digest(digest_of(header), found)
         return found
 
-    def _scratch_of(self, nbytes: int, memory: DeviceMemory) -> DeviceBuffer:
-        """Return memory for a prepared call, that of all if it is little."""
+    def _scratch_of(self, nbytes: int, memory: DeviceMemory, stream: int) -> DeviceBuffer:
+        """Return memory for a prepared call in a stream, that of all if it is little."""
         if nbytes > GATHER_BYTES:
-            return memory.allocate(nbytes)
+            return memory.at(stream).allocate(nbytes)
         if self._scratch is None:
             self._scratch = memory.at(memory.own_stream).allocate(GATHER_BYTES)
         return self._scratch
@@ -363,7 +363,7 @@ class Devices(Placements):
         if self._last is not None and self._stream != stream:
             self._last.wait_on(stream)
         self._stream = stream
-        scratch = self._scratch_of(prepared.scratch_bytes, link.memory.at(stream))
+        scratch = self._scratch_of(prepared.scratch_bytes, link.memory, stream)
         event = prepared.event_beside() if beside else prepared.event
         number = progress.next()
         _watch.add(self)

@@ -287,6 +287,7 @@ class PreparedCall:
         # In which the memory of requests is made.
         state = STATES[framework.name]
         assert state.of is not None
+        self._own = memory.at(memory.own_stream)
         own = state.of(memory.own_stream, memory.device)
         self._beside = state.within(own, memory.device)
         self.event, self._before = memory.record(), memory.record()
@@ -383,7 +384,7 @@ class PreparedCall:
 
     def follow(self, found: Found, event: Any) -> Callable[[], None]:
         """Return what lets a thread use the result of a call beside, whose end is the event."""
-        waiters = Waiters(self._memory.at(self._memory.own_stream))
+        waiters = Waiters(self._own)
         waiters.add(found.arrays, (self.stream,))
         for target in found.targets:
             waiters.add(target)

@@ -26,7 +26,7 @@ from arraycomm._calls.placement import Destination, HostPlacement
 from arraycomm._calls.requests import Ended, Request, noting
 from arraycomm._calls.runner import OperationClass, Runner
 from arraycomm._calls.statistics import Count
-from arraycomm._callsite import call_site, find_call_site
+from arraycomm._callsite import CallSite, call_site, find_call_site
 from arraycomm._collectives.movements import FromRoot
 from arraycomm._collectives.reductions import Allreduce
 from arraycomm._errors import ConcurrentUseError, TransportError
@@ -608,7 +608,7 @@ class DevicePath(Exchanged):
             if not self._ahead and not self._meet():
                 return self.settle(x, out)
             prepared = self._prepared
-            self._put(prepared, found, beside=False)
+            self._put(prepared, found, find_call_site(3), beside=False)
             result = self._kind.whole(x, prepared.deliver(found, out))
             self._seconds += perf_counter() - started
             return result
@@ -626,7 +626,7 @@ class DevicePath(Exchanged):
                 result = engine.run(self._group.guarded(steps))
             else:
                 prepared = self._prepared
-                ended.follow = self._put(prepared, found, beside=True)
+                ended.follow = self._put(prepared, found, site, beside=True)
                 result = self._kind.whole(x, prepared.deliver(found, out))
             task = Finished(result, engine.outcomes, site)
         return Request(self._group, task, site, ended)
@@ -644,11 +644,13 @@ class DevicePath(Exchanged):
         self._group.watchdog.current = self._current
         return bool(self.exchange.meet())
 
-    def _put(self, prepared: Any, found: Any, *, beside: bool) -> Callable[[], None] | None:
+    def _put(
+        self, prepared: Any, found: Any, site: CallSite, *, beside: bool
+    ) -> Callable[[], None] | None:
         """Put a call on the device, and return what lets its caller use the result."""
         group = self._group
         try:
-            follow = self._begin(prepared, found, beside)
+            follow = self._begin(prepared, found, site, beside)
             group.watchdog.check_given_up()
         except BaseException as error:
             if isinstance(error, TransportError) and group.deferred_error is not None:
@@ -659,13 +661,15 @@ class DevicePath(Exchanged):
         self._calls += 1
         return follow
 
-    def _begin(self, prepared: Any, found: Any, beside: bool) -> Callable[[], None] | None:
+    def _begin(
+        self, prepared: Any, found: Any, site: CallSite, beside: bool
+    ) -> Callable[[], None] | None:
         group, control, placements = self._group, self._group.control, self._runner.placements
         if not self._ahead:
             return placements.put(prepared, found, _show_nothing, beside=beside)
         group.watchdog.current = self._current
         follow = placements.put(prepared, found, self.exchange.post, beside=beside)
-        agreeing = agree(control, self._signature, site=find_call_site(5))
+        agreeing = agree(control, self._signature, site=site)
         self._engine.follow(group.guarded(agreeing, deferred=True))
         # What checks that header in the next call.
         group.kept[DevicePath] = self._engine.follower, self.exchange

@@ -14,6 +14,7 @@ import cProfile
 import ctypes
 import functools
 import itertools
+import math
 import pstats
 import sys
 import time
@@ -73,17 +74,21 @@ def _nothing(*_: Any) -> None: ...
 
 def _cupy() -> Any:
     """Return a CuPy that does nothing."""
-    stream, memory, device = _Stream(), SimpleNamespace(ptr=next(_ANY)), SimpleNamespace(id=0)
+    stream, memory = _Stream(), SimpleNamespace(ptr=next(_ANY))
 
     class ndarray:  # noqa: N801 - the name that CuPy has
+        device, flags = SimpleNamespace(id=0), SimpleNamespace(c_contiguous=True)
+
         def __init__(
             self, shape: Any, dtype: Any = float, memptr: Any = memory, strides: Any = None
         ) -> None:
             self.shape, self.dtype, self.data = shape, np.dtype(dtype), memptr
-            self.size = int(np.prod(shape))
+            self.size = math.prod(shape)
             self.nbytes = self.size * self.dtype.itemsize
-            self.strides = np.empty(shape, dtype).strides if strides is None else strides
-            self.device, self.flags = device, SimpleNamespace(c_contiguous=True)
+
+        @property
+        def strides(self) -> Any:
+            return np.empty(self.shape, self.dtype).strides
 
         def __getitem__(self, _: Any) -> Any:
             return self
