@@ -287,8 +287,8 @@ class CudaMemory(DeviceMemory):
         return found
 
     def write(self, word: int, value: int) -> None:
-        with current(self.device):
-            call(self.device, "cuStreamWriteValue32_v2", self.stream, word, value, 0)
+        # Within a call, in which the device is current.
+        call(self.device, "cuStreamWriteValue32_v2", self.stream, word, value, 0)
 
     def spoil(
         self, device_buffer: DeviceBuffer, given_up: int, digests: DeviceBuffer | None = None

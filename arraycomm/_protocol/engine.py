@@ -116,6 +116,9 @@ class Engine:
         `watch` is called while waiting, in place of the engine's own.
         """
         if self.queue:
+            # Most often that is the header of the call before, which all ranks have shown by now.
+            self.advance()
+        if self.queue:
             return self.finish(self.submit(program))
         watch_here = self._watch_call if watch is None else partial(self._watch_call, watch=watch)
         try:

@@ -20,7 +20,7 @@ import pytest
 
 from arraycomm._arrays import pinned
 from arraycomm._cuda import device, devices, driver
-from arraycomm._cuda.device import CudaMemory
+from arraycomm._cuda.device import CudaMemory, current
 from arraycomm._errors import TransportError
 from tests.support.device import elements, library, software_device
 
@@ -207,7 +207,8 @@ def test_kernels_are_launched_on_the_stream_of_the_device(cuda: Any, memory: Cud
 def test_words_are_written_once_the_device_comes_to_them(cuda: Any, memory: CudaMemory) -> None:
     first, second = memory.words(2).reshape(2, 1)
     held = hold(cuda, memory)
-    memory.write(second.ctypes.data, 7)
+    with current(memory.device):
+        memory.write(second.ctypes.data, 7)
     assert (first[0], second[0]) == (0, 0)
     held.set()
     memory.record().synchronize()

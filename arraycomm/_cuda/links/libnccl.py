@@ -259,7 +259,7 @@ class Comm:
         return [pointer(getattr(self._library.functions, name)) for name in _IN_C]
 
     def run(self, put: Callable[..., int], *arguments: object) -> int:
-        """Return what `put` returns, which calls NCCL by itself, on the device that is current."""
+        """Return what `put` returns, which calls NCCL by itself; the current device stays."""
         self._take()
         try:
             return put(*arguments)
@@ -272,10 +272,9 @@ class Comm:
 
     def in_progress(self) -> bool:
         """Return whether the last operation is in progress; raise the error of any so far."""
-        with self._in_use():
-            state = self._library.state(self._handle)
-            if state == _SUCCESS:
-                self._kept = ()
+        state = self.run(self._library.state, self._handle)
+        if state == _SUCCESS:
+            self._kept = ()
         return state == _IN_PROGRESS
 
     def error(self) -> TransportError | None:
