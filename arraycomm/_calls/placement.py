@@ -224,7 +224,15 @@ class Placements:
         yield from ()
         return None
 
+    @property
+    def put_so_far(self) -> int:
+        """How many calls this process has put where a device waits for other ranks."""
+        return 0
+
     # What the runner asks once headers show that arrays are in several places.
+
+    def check_order(self, name: str, begun_after: int | None) -> None:
+        """Raise if a request that is only now put on a device should have come before others."""
 
     def negotiate(self) -> Steps:
         """Choose a link together with the other ranks."""

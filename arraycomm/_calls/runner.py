@@ -117,12 +117,13 @@ class Runner:
 
         def prepare(given: HostPlacement | None) -> Operation:
             made = prepare_anew(given)
+            made.begun_after = begun_after
             in_order.append(made.placement.in_order)
             return made
 
         try:
             site, ended = call_site(), Ended()
-            engine = self.group.engine
+            engine, begun_after = self.group.engine, self.placements.put_so_far
             with engine.turn:
                 prepare_anew = self._preparing(True, operation, *args, **kwargs)
                 program = self._program(operation.name, prepare, site)
@@ -254,6 +255,8 @@ class Runner:
                 with placement.here():
                     again = prepare(None)
                 return (yield from self._steps(again, prepare, site))
+            if agreement.mixed and not placement.in_order:
+                placements.check_order(operation.name, operation.begun_after)
             if placement.tree and agreement.mixed:
                 with placement.here():
                     other = placements.of_mixed_tree(agreement)

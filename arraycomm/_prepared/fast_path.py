@@ -35,7 +35,7 @@ from arraycomm._native import compiled
 from arraycomm._prepared.fast_paths import ONCE, FastPath
 from arraycomm._prepared.steps import DIGEST, Call, Form, Step, moving, step_of, step_on_device
 from arraycomm._protocol.agreement import UndeliveredError, agree
-from arraycomm._protocol.header import MAX_DIMS, Signature, encode
+from arraycomm._protocol.header import MAX_DIMS, Headers, Signature, encode
 from arraycomm._protocol.task import Finished
 from arraycomm._protocol.waits.waiting import give_up_core
 from arraycomm._reduce import chunks
@@ -397,7 +397,8 @@ class SmallCall(Exchanged):
             if found is None or group.closed is not None:
                 return NotImplemented
             ended = Ended()
-            steps = self._steps(self.exchange, x, out, *found, site, ended)
+            begun_after = self._runner.placements.put_so_far
+            steps = self._steps(self.exchange, x, out, *found, site, begun_after, ended)
             task = engine.submit(group.guarded(steps), site)
         return Request(group, task, site, ended)
 
@@ -414,6 +415,7 @@ class SmallCall(Exchanged):
         target: Any,
         deliver: Callable[[], Any] | None,
         site: str,
+        begun_after: int,
         ended: Ended,
     ) -> Steps:
         """Make the call as a request, which goes on if the path is given up meanwhile."""
@@ -426,7 +428,10 @@ class SmallCall(Exchanged):
             group.control.go_on()
         yield group.control
         if not exchange.finish(target):
-            settling, found = self._settling(x, out, site), self._runner.placements.after
+            placements = self._runner.placements
+            if len(Headers(group.control).device_flags()) > 1:
+                placements.check_order(name, begun_after)
+            settling, found = self._settling(x, out, site), placements.after
             return (yield from noting(settling, found, group.control, ended))
         try:
             return target if deliver is None else deliver()
