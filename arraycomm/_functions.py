@@ -11,13 +11,13 @@ from arraycomm._collectives.exact_sums import Fsum
 from arraycomm._communicator import Communicator, runner_of, trees_of
 from arraycomm._dtypes import OpName
 from arraycomm._entries import entry
+from arraycomm._prepared.small_trees import call_tree
 from arraycomm._session import world
 from arraycomm._trees.reduce import (
     DEFAULT_BUCKET_BYTES,
     AllreduceGradients,
     AllreduceTree,
     ReduceOnto,
-    call_tree,
 )
 from arraycomm._trees.synchronize import Synchronize
 

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 
 import arraycomm as ac
 from arraycomm import Communicator
-from arraycomm._communicator import runner_of
 from arraycomm._cuda import selection
 from arraycomm._training.rounds import Bucket, Place, Rounds
 from arraycomm.testing import run
@@ -342,37 +341,6 @@ def _end(comm: Communicator, end: str, late: Lateness, *, ahead: bool) -> None:
         with pytest.raises(ac.ArrayCommError):
             comm.allreduce(x)
     assert got is None or (got.view("uint8") == 255).all(), end
-
-
-@given(turns=st.lists(TURNS, min_size=1, max_size=4))
-def test_prepared_calls_are_counted_like_those_made_in_full(turns: list[Turn]) -> None:
-    """Their bytes and copies as well, and the time of those that are waited for."""
-
-    def counts(comm: Communicator) -> list[dict[str, dict[str, float]]]:
-        found = []
-        for prepares in (True, False):
-            one = comm.dup()
-            if not prepares:
-                runner_of(one).placements.prepare = lambda *_: None  # type: ignore[method-assign]
-            for turn in turns:
-                call, begin, _ = KINDS[turn.kind]
-                x = _array(turn._replace(apart=None), _rows(turn, 0)[comm.rank], comm.rank)
-                for _ in range(2 + turn.times):
-                    if turn.request and begin is not None:
-                        begin(one, x).wait()
-                    else:
-                        call(one, x)
-            found.append(one.stats())
-            one.free()
-        return found
-
-    with linked_devices("nccl"):
-        for prepared, in_full in run(SIZE, in_own_stream(counts), timeout=PATIENT):
-            took = [
-                {name: numbers.pop("seconds") > 0 for name, numbers in each.items()}
-                for each in (prepared, in_full)
-            ]
-            assert (prepared, took[0]) == (in_full, took[1])
 
 
 @given(

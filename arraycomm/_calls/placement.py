@@ -22,6 +22,7 @@ from arraycomm._arrays.results import (
 )
 from arraycomm._arrays.views import view
 from arraycomm._dtypes import DType
+from arraycomm._errors import MismatchError
 from arraycomm._protocol.agreement import Agreement, UndeliveredError
 from arraycomm._protocol.group import Group
 from arraycomm._protocol.header import ON_HOST
@@ -135,6 +136,12 @@ class StagedTreePlacement(HostPlacement):
         return found
 
 
+class Order:
+    """How many calls a rank has put where its device waits for others, on all communicators."""
+
+    count = 0
+
+
 class Placements:
     """Decides where the arrays of a call are communicated from; here, always from host memory."""
 
@@ -148,6 +155,12 @@ class Placements:
         # Those of arrays and of trees that are communicated as host memory.
         self.host = HostPlacement(group)
         self.host_tree: HostPlacement = StagedTreePlacement(group)
+        self.order = Order()
+
+    @property
+    def waits_there(self) -> bool:
+        """Whether a device waits for other ranks, and the host goes on."""
+        return False
 
     def of(self, *arrays: Any, is_request: bool = False) -> HostPlacement:
         """Return the placement of a call of these arrays, some of which may be None."""
@@ -200,10 +213,6 @@ class Placements:
         """
         return None
 
-    def of_recorded_tree(self) -> HostPlacement:
-        """Return the placement of a tree on devices that is put there as it was recorded."""
-        return self.host_tree
-
     # The life of a communicator.
 
     def child(self, group: Group, link: Any) -> Placements:
@@ -224,15 +233,7 @@ class Placements:
         yield from ()
         return None
 
-    @property
-    def put_so_far(self) -> int:
-        """How many calls this process has put where a device waits for other ranks."""
-        return 0
-
     # What the runner asks once headers show that arrays are in several places.
-
-    def check_order(self, name: str, begun_after: int | None) -> None:
-        """Raise if a request that is only now put on a device should have come before others."""
 
     def negotiate(self) -> Steps:
         """Choose a link together with the other ranks."""
@@ -245,6 +246,17 @@ class Placements:
     def of_mixed_tree(self, agreement: Agreement) -> HostPlacement:
         """Return the placement of a tree whose leaves are in other places on other ranks."""
         return self.host_tree
+
+
+def check_order(placements: Placements, name: str, begun_after: int | None) -> None:
+    """Raise if a request comes to a device that waits for other ranks behind a later call."""
+    if placements.waits_there and begun_after not in (None, placements.order.count):
+        raise MismatchError(
+            f"{name}: a request of an array on the host met arrays on other ranks' devices after "
+            "this rank had put a later call on its device, where the calls of all communicators "
+            "have one order on all ranks; wait for such a request before the next call, or pass "
+            "an array on the device"
+        )
 
 
 class Destination(NamedTuple):

@@ -22,7 +22,7 @@ from arraycomm._arrays.current_device import spare_captures
 from arraycomm._arrays.device_memory import DeviceBuffer, DeviceMemory, Event
 from arraycomm._calls.custom_ops import Op
 from arraycomm._calls.operation import Operation
-from arraycomm._calls.placement import HostPlacement, Placements
+from arraycomm._calls.placement import HostPlacement, Order, Placements
 from arraycomm._cuda import arrays
 from arraycomm._cuda.callers import Waiters
 from arraycomm._cuda.device import CudaMemory, DeviceRequest, choose_device, current
@@ -39,7 +39,7 @@ from arraycomm._cuda.placement import (
 )
 from arraycomm._cuda.prepared import Found, Make, PreparedCall, Recording, result_of
 from arraycomm._cuda.streams import LEASES
-from arraycomm._errors import BackendUnavailableError, MismatchError
+from arraycomm._errors import BackendUnavailableError
 from arraycomm._native import compiled
 from arraycomm._protocol.agreement import Agreement
 from arraycomm._protocol.details import exchange_details
@@ -117,12 +117,6 @@ class _Progress:
 _GIVEN_UP: Final[list[_Progress]] = []
 
 
-class _Put:
-    """How many calls a rank has put where its device waits for others, on all communicators."""
-
-    count = 0
-
-
 class Devices(Placements):
     """The placements of one communicator if arrays may be on devices, and its devices' state.
 
@@ -146,7 +140,7 @@ class Devices(Placements):
         self._scratch: DeviceBuffer | None = None
         # Of the headers of one call at a time, which are in order as well.
         self.digests: DeviceBuffer | None = None
-        self._put: _Put = group.related[0].kept.setdefault(_Put, _Put())
+        self.order = group.related[0].kept.setdefault(Order, Order())
         self._looking = threading.Lock()
         group.on_failure.append(self.abort)
         group.on_exit.append(self.finish)
@@ -208,19 +202,6 @@ class Devices(Placements):
             return UploadedTreePlacement(self._group, link, self, self._own_stream, ALL_ON_DEVICE)
         return self.host_tree
 
-    @property
-    def put_so_far(self) -> int:
-        return self._put.count
-
-    def check_order(self, name: str, begun_after: int | None) -> None:
-        if self._waits_there and begun_after not in (None, self._put.count):
-            raise MismatchError(
-                f"{name}: a request of an array on the host met arrays on other ranks' devices "
-                "after this rank had put a later call on its device, where the calls of all "
-                "communicators have one order on all ranks; wait for such a request before the "
-                "next call, or pass an array on the device"
-            )
-
     def joining_devices(self) -> HostPlacement:
         if self.link is None:
             # The ranks whose headers say otherwise began before the choice, and copy to the host
@@ -277,7 +258,7 @@ class Devices(Placements):
     # Work under way
 
     @property
-    def _waits_there(self) -> bool:
+    def waits_there(self) -> bool:
         """Whether the device waits for other ranks, and the host goes on."""
         return self.link is not None and self.link.async_check
 
@@ -286,11 +267,11 @@ class Devices(Placements):
         if self._last is not None and self._stream != memory.stream:
             self._last.wait_on(memory.stream)
         self._stream = memory.stream
-        if self._waits_there:
+        if self.waits_there:
             self._progress = self._progress or _Progress(memory)
             self.digests = self.digests or self._room_for_digests(memory)
             self._progress.begin(memory)
-            self._put.count += 1
+            self.order.count += 1
             # This thread may have to wait in CUDA for a rank that does not come.
             _watch.add(self)
 
@@ -369,10 +350,6 @@ class Devices(Placements):
             self._scratch = memory.at(memory.own_stream).allocate(GATHER_BYTES)
         return self._scratch
 
-    def of_recorded_tree(self) -> HostPlacement:
-        assert self.link is not None
-        return CopiedTreePlacement(self._group, ALL_ON_DEVICE, self.link.memory.device)
-
     def put(
         self, prepared: PreparedCall, found: Found, show: Callable[[None], None], *, beside: bool
     ) -> Callable[[], None] | None:
@@ -387,7 +364,7 @@ class Devices(Placements):
         scratch = self._scratch_of(prepared.scratch_bytes, link.memory, stream)
         event = prepared.event_beside() if beside else prepared.event
         number = progress.next()
-        self._put.count += 1
+        self.order.count += 1
         _watch.add(self)
         done = prepared.begin(found, number, stream, event.handle, scratch.address, show)
         while not done:

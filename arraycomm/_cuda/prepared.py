@@ -283,7 +283,7 @@ class PreparedCall:
     ) -> None:
         self.nbytes = nbytes
         self._framework, self._link, self._memory = framework, link, memory
-        self.stream = memory.stream
+        self.stream, self.device = memory.stream, memory.device
         # In which the memory of requests is made.
         state = STATES[framework.name]
         assert state.of is not None

@@ -6,7 +6,8 @@ form         small (one call of the native part, header and elements together), 
              is prepared, the elements move after it), ahead (work on a device, before the check)
 
 `fast_paths` keeps those of a communicator, of every kind, and gives them up together. `fast_path`
-has those of arrays, and `packed_calls` those of objects and of blocks for neighbors, which travel
-as bytes; messages have theirs in `_messages/fast_messages.py`, and what is put on a
-device is in `_cuda/prepared.py`. A call is prepared after it has been made in full twice.
+has those of arrays, `small_trees` those of trees, and `packed_calls` those of objects and of
+blocks for neighbors, which travel as bytes; messages have theirs in
+`_messages/fast_messages.py`, and what is put on a device is in `_cuda/prepared.py`. A call is
+prepared after it has been made in full twice.
 """

@@ -22,7 +22,7 @@ from arraycomm._arrays.frameworks.base import ByAddress
 from arraycomm._arrays.results import allocate_like, commit_out, to_framework, view_out
 from arraycomm._arrays.views import by_address, view
 from arraycomm._calls.operation import NO_SHARE, Context, Operation, Share
-from arraycomm._calls.placement import Destination, HostPlacement
+from arraycomm._calls.placement import Destination, HostPlacement, check_order
 from arraycomm._calls.requests import Ended, Request, noting
 from arraycomm._calls.runner import OperationClass, Runner
 from arraycomm._calls.statistics import Count
@@ -49,6 +49,8 @@ _FEW: Final = 4096
 _PLAIN: Final = (np.ndarray, type(None))
 # What is sent, the memory for the result, and what makes of that what the caller gets.
 _Found = tuple[Any, Any, Callable[[], Any] | None]
+# What lets a thread use the result of a call on a device, if it is not in the caller's stream.
+_Follow = Callable[[], None] | None
 
 
 def call(
@@ -191,9 +193,9 @@ def _keep_on_device(runner: Runner, call: Call, x: Any, out: Any, kind: type[Exc
     # What is wrong with that is no matter of the call which has just succeeded, and another thread
     # may be in a call by now.
     with suppress(Exception), group.turn():
-        prepared, made = runner.placements.prepare(make, kind.arrays(x), out)
-        step = kind.fits(call, made) and step_on_device(group, made)
-        path = DevicePath(runner, call, step, made, prepared, kind) if step else path
+        found = runner.placements.prepare(make, kind.arrays(x), out)
+        step = found and kind.fits(call, found[1]) and step_on_device(group, found[1])
+        path = DevicePath(runner, call, step, found, kind) if step else path
     # Arrays of other types may be on the host in the next call.
     of_cupy = {type(each).__module__ for each in kind.arrays(x)} == {"cupy"}
     if type(path) is DevicePath or call.key[4][0] or of_cupy:
@@ -397,7 +399,7 @@ class SmallCall(Exchanged):
             if found is None or group.closed is not None:
                 return NotImplemented
             ended = Ended()
-            begun_after = self._runner.placements.put_so_far
+            begun_after = self._runner.placements.order.count
             steps = self._steps(self.exchange, x, out, *found, site, begun_after, ended)
             task = engine.submit(group.guarded(steps), site)
         return Request(group, task, site, ended)
@@ -430,7 +432,7 @@ class SmallCall(Exchanged):
         if not exchange.finish(target):
             placements = self._runner.placements
             if len(Headers(group.control).device_flags()) > 1:
-                placements.check_order(name, begun_after)
+                check_order(placements, name, begun_after)
             settling, found = self._settling(x, out, site), placements.after
             return (yield from noting(settling, found, group.control, ended))
         try:
@@ -586,15 +588,10 @@ class DevicePath(Exchanged):
     """
 
     def __init__(
-        self,
-        runner: Runner,
-        call: Call,
-        step: Step,
-        made: Operation,
-        prepared: Any,
-        kind: type[Exchanged],
+        self, runner: Runner, call: Call, step: Step, found: tuple[Any, Any], kind: type[Exchanged]
     ) -> None:
         super().__init__(runner, call, step)
+        prepared, made = found
         # Made in full, each goes where its arrays are.
         self._placement, self._ahead = None, made.may_go_ahead
         self._kind = kind
@@ -649,9 +646,7 @@ class DevicePath(Exchanged):
         self._group.watchdog.current = self._current
         return bool(self.exchange.meet())
 
-    def _put(
-        self, prepared: Any, found: Any, site: CallSite, *, beside: bool
-    ) -> Callable[[], None] | None:
+    def _put(self, prepared: Any, found: Any, site: CallSite, *, beside: bool) -> _Follow:
         """Put a call on the device, and return what lets its caller use the result."""
         group = self._group
         try:
@@ -666,12 +661,10 @@ class DevicePath(Exchanged):
         self._calls += 1
         return follow
 
-    def _begin(
-        self, prepared: Any, found: Any, site: CallSite, beside: bool
-    ) -> Callable[[], None] | None:
+    def _begin(self, prepared: Any, found: Any, site: CallSite, beside: bool) -> _Follow:
         group, control, placements = self._group, self._group.control, self._runner.placements
         if not self._ahead:
-            return placements.put(prepared, found, _show_nothing, beside=beside)
+            return placements.put(prepared, found, lambda _: None, beside=beside)
         group.watchdog.current = self._current
         follow = placements.put(prepared, found, self.exchange.post, beside=beside)
         agreeing = agree(control, self._signature, site=site)
@@ -709,7 +702,3 @@ class DevicePath(Exchanged):
     def count(self) -> Count:
         calls, name = self._calls, self._call.operation.name
         return Count(name, calls, calls * self._nbytes, self._seconds, calls * self._copies)
-
-
-def _show_nothing(_: None) -> None:
-    """Take the place of what shows a header, if that has been shown."""

@@ -14,9 +14,9 @@ from arraycomm._arrays.results import to_framework
 from arraycomm._calls.operation import Context, Operation
 from arraycomm._calls.placement import HostPlacement
 from arraycomm._cuda import arrays
-from arraycomm._cuda.placement import DevicePlacement
+from arraycomm._cuda.placement import CopiedTreePlacement, DevicePlacement
 from arraycomm._prepared.steps import moving
-from arraycomm._protocol.header import Signature
+from arraycomm._protocol.header import ALL_ON_DEVICE, Signature
 from arraycomm._reduce import algorithms
 from arraycomm._transports.base import Steps
 from arraycomm._trees.buffers import Packed
@@ -99,6 +99,10 @@ class Recorded(NamedTuple):
     fusion: Fusion
     packed: Packed
     parts: Parts
+
+    def placement(self, context: Context) -> HostPlacement:
+        """Return the placement of a call: of what is made in full after all, if ranks differ."""
+        return CopiedTreePlacement(context.group, ALL_ON_DEVICE, self.prepared.device)
 
     def put(self, context: Context, found: Any) -> list[Any]:
         """Put on the device what `prepared` has found there, and return the results."""

@@ -11,6 +11,7 @@ from arraycomm._calls.requests import ProcessBound
 from arraycomm._calls.runner import Runner
 from arraycomm._dtypes import check_op, name_of
 from arraycomm._entries import entry
+from arraycomm._prepared.small_trees import call_tree
 from arraycomm._protocol.agreement import Agreement
 from arraycomm._protocol.header import Settings, Signature
 from arraycomm._reduce.chunks import reserve
@@ -25,7 +26,6 @@ from arraycomm._trees.reduce import (
     DEFAULT_BUCKET_BYTES,
     ReduceOnto,
     TreeReduction,
-    call_tree,
     reduce_on_device,
     results,
 )

@@ -1,7 +1,4 @@
-"""`allreduce_tree` and `allreduce_gradients`: whole trees reduced in few messages.
-
-Calls of small trees that repeat are prepared by the tree's structure, without a plan.
-"""
+"""`allreduce_tree` and `allreduce_gradients`: whole trees reduced in few messages."""
 
 from __future__ import annotations
 
@@ -11,44 +8,28 @@ from typing import Any, Final
 
 import ml_dtypes
 import numpy as np
-import optree
 
-from arraycomm._arrays.buffer import Array, BufferView, allocate
+from arraycomm._arrays.buffer import BufferView
 from arraycomm._arrays.results import to_framework
 from arraycomm._arrays.views import view
 from arraycomm._calls.attempts import take_together
 from arraycomm._calls.operation import Context, Operation, Share
 from arraycomm._calls.placement import HostPlacement
 from arraycomm._calls.refusals import announced, check_taken
-from arraycomm._calls.runner import OperationClass, Runner
-from arraycomm._calls.statistics import Count
 from arraycomm._dtypes import DType, Kind, check_op, kind_of
-from arraycomm._folds import fold, total_dtype
-from arraycomm._prepared.fast_path import Exchanged, call
-from arraycomm._prepared.fast_paths import FastPath
-from arraycomm._prepared.steps import Call, Form, Step
+from arraycomm._folds import total_dtype
+from arraycomm._prepared.small_trees import Given, SmallTree
 from arraycomm._protocol.agreement import Agreement
 from arraycomm._protocol.details import CallDetail
 from arraycomm._protocol.header import LeafSpec, Settings, Signature
 from arraycomm._reduce.chunks import reserve
 from arraycomm._transports.base import Bytes, Steps
 from arraycomm._trees import device_leaves
-from arraycomm._trees.buffers import BYTE, Packed
+from arraycomm._trees.buffers import Packed
 from arraycomm._trees.fusion import Fusion, TreeMemory
-from arraycomm._trees.held import hold
-from arraycomm._trees.layout import Spec, slots_of
-from arraycomm._trees.leaves import (
-    NONE,
-    NUMBERS,
-    Leaves,
-    Onto,
-    Parts,
-    Total,
-    agreed_leaves,
-    spec_of,
-    tied,
-)
-from arraycomm._trees.pytrees import Outline, flatten, outline_of
+from arraycomm._trees.layout import Spec
+from arraycomm._trees.leaves import NONE, Leaves, Onto, Parts, Total, agreed_leaves, spec_of
+from arraycomm._trees.pytrees import flatten
 
 DEFAULT_BUCKET_BYTES: Final = 25 << 20
 COMPRESSIONS: Final[dict[str, DType]] = {
@@ -57,8 +38,6 @@ COMPRESSIONS: Final[dict[str, DType]] = {
 }
 
 
-# To look at more leaves takes longer than a call in full does besides.
-_MOST_LEAVES: Final = 256
 # The trees of one communicator whose reductions on devices are recorded.
 _MOST_RECORDED: Final = 64
 
@@ -87,8 +66,9 @@ class AllreduceTree(TreeReduction):
     independent_on_devices = True
     # Whether results may be written over leaves, which are then the results themselves.
     may_overwrite = False
-    # What puts it on devices, if it is recorded, and what that has found there.
+    # What puts it on devices, if it is recorded, the tree, and what has been found of it there.
     _recorded: Any = None
+    _recorded_tree: Given
     _found: Any = None
 
     def __init__(
@@ -146,7 +126,8 @@ class AllreduceTree(TreeReduction):
         self._found = recorded.prepared.look(given.leaves, None, beside=self._context.is_request)
         if self._found is None:
             return False
-        super().__init__(self._context, self._context.placements.of_recorded_tree())
+        super().__init__(self._context, recorded.placement(self._context))
+        self._recorded_tree = given
         # Of the leaves on the host, of which there are none.
         self.fusion, self.packed, self.parts = recorded.fusion, recorded.packed, recorded.parts
         self.signature = recorded.signature
@@ -218,7 +199,7 @@ class AllreduceTree(TreeReduction):
 
     def result(self, agreement: Agreement) -> Any:
         if self._found is not None and agreement.calls is None:
-            return SmallTree.whole(self._given, self._reduced)
+            return SmallTree.whole(self._recorded_tree, self._reduced)
         views = self.leaves.views
         if self._onto is not None:
             return self._totals(agreement)
@@ -242,7 +223,7 @@ class AllreduceTree(TreeReduction):
         """Reduce trees in which a leaf may be None on some ranks; the others know its spec."""
         agreed = agreed_leaves(calls)
         if self._found is not None:
-            self._flat = flatten(self._given.tree)
+            self._flat = flatten(self._recorded_tree.tree)
             self.leaves = Leaves(self._flat, self._host.view)
         self._check_taken(calls, agreed)
         if self.parts.on_device:
@@ -403,194 +384,3 @@ def results(
         array = slot if slot.dtype == wanted else slot.astype(wanted)
         made[index] = to_framework(array, like)
     return [made.get(index) for index in range(len(views))]
-
-
-def call_tree(
-    runner: Runner,
-    timeout: float | None,
-    operation: OperationClass[...],
-    by: Any,
-    tree: Any,
-    rest: tuple[Any, ...] = (),
-    place: object = None,
-) -> Any:
-    """Make a call `operation(context, by, tree, *rest)`, by its fast path if there is one.
-
-    Calls have fast paths in common if they have a `place` in common.
-    """
-    try:
-        given = Given(by, tree, place)
-    except Exception:
-        # The full call looks at it more closely, and lets the other ranks know of an error.
-        return runner.call_within(timeout, operation, by, tree, *rest)
-    return call(runner, timeout, operation, given, rest, None, SmallTree)
-
-
-class Given:
-    """A small tree as a call is given it.
-
-    Calls are found again by its outline and its leaves, as those of an array are by its shape and
-    dtype. Trees that are not of plain containers, or have None, raise; their calls are not found.
-    """
-
-    def __init__(self, by: Any, tree: Any, place: object) -> None:
-        self.by, self.tree = by, tree
-        self.leaves, self.spec = optree.tree_flatten(tree, none_is_leaf=True)
-        if len(self.leaves) > _MOST_LEAVES:
-            raise ValueError("a tree of many leaves")
-        self.shape = outline_of(self.spec, "tree")
-        looks = [
-            type(leaf) if type(leaf) in NUMBERS else (type(leaf), leaf.dtype, leaf.shape)
-            for leaf in self.leaves
-        ]
-        self.dtype = place, tuple(looks)
-        self.key = self.shape, self.dtype
-        # As of an array, which may be of one type on the host and on a device.
-        self.is_cuda = getattr(self.leaves[0], "is_cuda", None) if self.leaves else None
-
-
-class SmallTree(Exchanged):
-    """The fast path of reductions of trees whose leaves travel with the header."""
-
-    # There is none on the host.
-    room = 0
-
-    def __init__(self, runner: Runner, call: Call, step: Step, made: TreeReduction) -> None:
-        _check_prepared(call, made)
-        fusion, size = made.fusion, runner.group.size
-        dtypes = {bucket.dtype for bucket in fusion.buckets}
-        # Leaves of one dtype are folded at once; those of several by dtype, from all ranks' slots.
-        self._folds = [] if len(dtypes) == 1 else fusion.buckets
-        dtype = BYTE if self._folds else min(dtypes, default=BYTE)
-        self._sends = Form(dtype, (fusion.nbytes // dtype.itemsize,))
-        self._gets = self._sends
-        if self._folds:
-            self._gets = Form(BYTE, (size * fusion.nbytes,))
-            step = step._replace(share=step.share._replace(op=None))
-        super().__init__(runner, call, step._replace(sends=self._sends, gets=self._gets), made)
-        self._placement, self._negotiable = runner.placements.host_tree, made.negotiable
-        # Each leaf's dtype and shape, and from which byte on it is sent.
-        self._slots = [
-            (slot.dtype, slot.shape, slot.elements.start * slot.dtype.itemsize)
-            for slot in slots_of(fusion.specs, fusion.buckets)
-        ]
-        self._op, self._nbytes, self._table = made.op, fusion.nbytes, fusion.whole
-        self._specs = tuple(zip(*fusion.specs, strict=True)) or ((), ())
-        self._make = self.exchange.make
-
-    @staticmethod
-    def arguments(x: Any, rest: tuple[Any, ...], out: Any) -> tuple[Any, ...]:
-        return x.by, x.tree, *rest
-
-    @staticmethod
-    def arrays(x: Any) -> list[Any]:
-        leaves: list[Any] = x.leaves
-        return leaves
-
-    @staticmethod
-    def fits(call: Call, made: Any) -> bool:
-        return _has_outline(call, made)
-
-    @staticmethod
-    def taken_apart(result: Any) -> list[Any]:
-        return optree.tree_leaves(result, none_is_leaf=True)
-
-    @staticmethod
-    def whole(x: Given, results: list[Any]) -> Any:
-        return optree.tree_unflatten(x.spec, tied(x.leaves, results))
-
-    def __call__(self, x: Given, out: Any) -> Any:
-        leaves = x.leaves
-        try:
-            sent = allocate(self._sends.shape, self._sends.dtype)
-            received = allocate(self._gets.shape, BYTE) if self._folds else sent
-            slots = [np.ndarray(shape, dtype, sent, start) for dtype, shape, start in self._slots]
-            # Also the bytes between leaves.
-            sent.fill(0)
-            likes = self._fill(leaves, slots, sent)
-        except Exception:
-            return NotImplemented
-        if likes is None:
-            return NotImplemented
-        result = self._make(sent, received, x, None)
-        if result is not received:
-            return result
-        if self._folds:
-            self._fold(received.reshape(self._group.size, -1), sent)
-        return self.handed_over(
-            lambda: optree.tree_unflatten(x.spec, _results(leaves, slots, likes))
-        )
-
-    def _fill(
-        self, leaves: list[Any], slots: list[Array], sent: Array
-    ) -> list[BufferView | None] | None:
-        """Copy the leaves into what is sent, and return the views of those that are not NumPy's.
-
-        None if they are not as the call has to have them.
-        """
-        likes: list[BufferView | None] = [None] * len(leaves)
-        if (held := hold(leaves, *self._specs)) is not None:
-            held.fill(sent, self._table)
-            return likes
-        for number, (leaf, slot) in enumerate(zip(leaves, slots, strict=True)):
-            # By such an array's own dtype and shape the call was found.
-            like = likes[number] = None if type(leaf) is np.ndarray else view(leaf)
-            if like is None:
-                slot[...] = leaf
-            elif _is_there(leaf, like) and like.dtype == slot.dtype and like.shape == slot.shape:
-                slot[...] = like.array
-            else:
-                return None
-        return likes
-
-    def _fold(self, rows: Array, into: Array) -> None:
-        start = 0
-        for bucket in self._folds:
-            part = slice(start, start := start + bucket.nbytes)
-            if bucket.nbytes:
-                parts = [row[part].view(bucket.dtype) for row in rows]
-                fold(self._op, bucket.dtype, parts, into[part].view(bucket.dtype))
-
-    def free(self) -> None:
-        super().free()
-        self._make = FastPath()
-
-    def count(self) -> Count:
-        calls, seconds = self.exchange.counts()
-        name, copies = self._call.operation.name, calls * len(self._slots)
-        return Count(name, calls, calls * self._nbytes, seconds, copies)
-
-
-def _check_prepared(call: Call, made: TreeReduction) -> None:
-    """Raise for a tree that goes no fast path."""
-    leaves = made.view_leaves()
-    flat, views = leaves.flat, [leaf for leaf in leaves.views if leaf is not None]
-    if not _has_outline(call, made) or made.payload is None:
-        raise ValueError("a tree without a fast path")
-    sent = tuple((leaf.dtype, leaf.shape) for leaf in views)
-    if sent != made.fusion.specs or not all(map(_is_there, flat.leaves, views)):
-        raise ValueError("a tree of which each call makes copies")
-
-
-def _has_outline(call: Call, made: TreeReduction) -> bool:
-    """Return whether a tree has no containers that only the full call opens."""
-    flat = made.view_leaves().flat
-    return bool(Outline(tuple(flat.paths), flat.structure) == call.key[3])
-
-
-def _is_there(leaf: Any, found: BufferView) -> bool:
-    """Return whether a leaf was read where it is, or is a number, which is nowhere."""
-    return not found.copied or isinstance(leaf, NUMBERS)
-
-
-def _results(leaves: list[Any], slots: list[Array], likes: list[BufferView | None]) -> list[Any]:
-    """Return results like the leaves; one for leaves that are one, if they are the same bits."""
-    made: list[Any] = [
-        slot if like is None else to_framework(slot, like)
-        for slot, like in zip(slots, likes, strict=True)
-    ]
-    if len(set(map(id, leaves))) < len(leaves):
-        first: dict[tuple[int, bytes], Any] = {}
-        for number, (leaf, slot) in enumerate(zip(leaves, slots, strict=True)):
-            made[number] = first.setdefault((id(leaf), slot.tobytes()), made[number])
-    return made

@@ -19,6 +19,7 @@ from arraycomm import Communicator
 from arraycomm._cuda import streams
 from arraycomm._cuda.links.link import Nothing
 from arraycomm._cuda.links.nccl_link import NcclLink
+from properties.test_device_laws import KINDS
 from tests.support import internals
 from tests.support.collectives import COLLECTIVES
 from tests.support.device import in_own_stream, library, linked_devices
@@ -764,6 +765,33 @@ def test_what_waits_for_its_header_on_devices_is_recorded(comm, cuda) -> None:
         before = len(put)
         call(5)
         assert len(put) == before + 1
+
+
+def _counts(comm: Communicator, kind: str, turns: int) -> list[dict[str, dict[str, float]]]:
+    """Return what two communicators count, of which one prepares calls."""
+    call, begin, _ = KINDS[kind]
+    x, found = _there(np.ones(comm.size, "float32")), []
+    for prepares in (True, False):
+        one = comm.dup()
+        if not prepares:
+            internals.devices(one).prepare = lambda *_: None
+        for _ in range(turns):
+            call(one, x)
+            if begin is not None:
+                begin(one, x).wait()
+        found.append(one.stats())
+        one.free()
+    return found
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS.keys() - {"parts"}))
+@each_rank_of("several", by="on_devices")
+def test_prepared_calls_are_counted_like_those_made_in_full(comm, kind, cuda) -> None:
+    """Their bytes and copies, and that those that are waited for take time."""
+    prepared, in_full = _counts(comm, kind, 4)
+    for each in (prepared, in_full):
+        assert all(numbers.pop("seconds") > 0 for numbers in each.values())
+    assert prepared == in_full
 
 
 _WITHOUT_ASSERTIONS = """

@@ -17,7 +17,7 @@ _REDUCE: Final = "arraycomm/_trees/reduce.py"
 TREES: Final = (
     Fault(
         "bytes of other leaves: a small tree that repeats is folded from the bytes of its first dtype",
-        _REDUCE,
+        "arraycomm/_prepared/small_trees.py",
         "            part = slice(start, start := start + bucket.nbytes)\n",
         "            part = slice(0, bucket.nbytes)\n",
         ("trees_that_repeat_give_what_they_give_once",),
@@ -25,7 +25,7 @@ TREES: Final = (
     ),
     Fault(
         "missing in the third call: ranks that have reduced a gradient twice expect it from all",
-        _REDUCE,
+        "arraycomm/_prepared/small_trees.py",
         "runner.placements.host_tree, made.negotiable\n",
         "runner.placements.host_tree, False\n",
         ("trees_that_repeat_give_what_they_give_once",),

@@ -314,6 +314,37 @@ def _other(kind: Any) -> Any:
     return _cupy_array() if kind.__module__ == "cupy" else kind()
 
 
+@functools.cache
+def _six(kind: Any) -> dict[int, Any]:
+    """Return six arrays of a framework."""
+    return {n: _cupy_array() if kind.__module__ == "cupy" else kind() for n in range(6)}
+
+
+def _gradients(comm: Any, x: Any) -> Any:
+    from arraycomm import allreduce_gradients
+
+    return allreduce_gradients(_six(type(x)), comm=comm)
+
+
+@functools.cache
+def _rounds(comm: Any) -> tuple[Any, Any, Any]:
+    """Return the rounds of an optimizer, a bucket and a place."""
+    from arraycomm._training.rounds import Bucket, Place, Rounds
+
+    options = {"bucket_bytes": 25 << 20, "compression": None}
+    return Rounds(comm, "mean", options), Bucket(1, range(6)), Place()
+
+
+def _bucket(comm: Any, x: Any) -> Any:
+    rounds, bucket, place = _rounds(comm)
+    return rounds.reduce(bucket, lambda: _six(type(x)), place, may_overwrite=True)
+
+
+def _bucket_request(comm: Any, x: Any) -> Any:
+    rounds, bucket, place = _rounds(comm)
+    return rounds.start(bucket, lambda: _six(type(x)), place, may_overwrite=True).wait()
+
+
 CALLS: Final[dict[str, Callable[[Any, Any], Any]]] = {
     "allreduce": lambda comm, x: comm.allreduce(x),
     "allreduce, out": lambda comm, x: comm.allreduce(x, out=x),
@@ -323,6 +354,9 @@ CALLS: Final[dict[str, Callable[[Any, Any], Any]]] = {
     "reduce_scatter": lambda comm, x: comm.reduce_scatter(x),
     "alltoall": lambda comm, x: comm.alltoall(x),
     "tree of two leaves": _allreduce_tree,
+    "gradients, 6 leaves": _gradients,
+    "bucket of 6": _bucket,
+    "bucket, request": _bucket_request,
 }
 LINKS: Final = {
     "one rank alone": (1, "self"),
