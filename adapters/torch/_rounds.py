@@ -81,7 +81,7 @@ class BucketRounds:
 
     def _maker(self, bucket: Any, place: Any) -> Callable[[], Any]:
         """Return what returns the gradients of a bucket in a call from this place."""
-        if place.stepping and not place.pending:
+        if place.has_nothing:
             return lambda: bucket.nothing
         return partial(self._parameters.means, bucket.numbers)
 

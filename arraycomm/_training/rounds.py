@@ -7,6 +7,7 @@ backward pass of its own in it, takes part in the rounds of the others' backward
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import astuple, dataclass, replace
@@ -19,10 +20,12 @@ from arraycomm._calls.requests import Request
 from arraycomm._calls.runner import Runner
 from arraycomm._callsite import call_site
 from arraycomm._communicator import Communicator, runner_of, trees_of
-from arraycomm._protocol.agreement import Agreement
+from arraycomm._protocol.agreement import Agreement, agree
 from arraycomm._protocol.details import CallDetail
+from arraycomm._protocol.group import Group
+from arraycomm._protocol.header import encode, show, with_words
 from arraycomm._reduce.chunks import reserve
-from arraycomm._training.comparison.verification import Shows, compare, nothing_shown
+from arraycomm._training.comparison.verification import Look, Shows, compare, nothing_shown
 from arraycomm._training.numbered import refuse_places
 from arraycomm._transports.base import Bytes, Steps
 from arraycomm._trees.fusion import Fusion, TreeMemory, recent_fusions
@@ -97,6 +100,11 @@ class Place:
         number, evaluation = counts % (1 << _COUNT), (counts >> _COUNT) % (1 << _COUNT)
         return cls(counts >> 2 * _COUNT, evaluation, number, *flags)
 
+    @property
+    def has_nothing(self) -> bool:
+        """Whether the rank is in `step()` after a backward pass that has reduced all."""
+        return self.stepping and not self.pending
+
     def where(self) -> tuple[int, int, int]:
         """Return what has to be the same on all ranks."""
         return self.step, self.evaluation, self.number
@@ -119,6 +127,26 @@ def agree_on_place(places: Sequence[Place]) -> bool:
     return all(p.stepping for p in places) or not any(p.stepping and p.worked for p in places)
 
 
+def look_at(place: Place, look: Shows) -> Look | None:
+    """Return what a rank shows: in a step its settings, in the first round of a step its arrays."""
+    return look(stepping=place.stepping, arrays=not (place.number or place.evaluation))
+
+
+def compare_places(group: Group, agreement: Agreement, own: Place, site: str | None) -> Steps:
+    """Return where all ranks are; raise on all if they cannot reduce gradients together there."""
+    places = [Place.read(word) for word in agreement.free_words()]
+    if not agree_on_place(places):
+        yield from refuse_places(
+            group.control,
+            CallDetail(_NAME, str(own), site or call_site()),
+            "steps",
+            "Every rank must take, or skip, the same steps, with as many backward passes, and "
+            "exchange parameters in the same ones; decide that from .grad after backward(), "
+            "which is the same on all ranks",
+        )
+    return places
+
+
 class Reduced(NamedTuple):
     """The reduced gradients of a bucket, and where each rank was."""
 
@@ -129,9 +157,9 @@ class Reduced(NamedTuple):
 class Bucket:
     """Parameters whose gradients are reduced together, by their numbers.
 
-    The first reduction of each kind prepares the others: of gradients that `fit` slots of one
-    buffer, into which they are copied by `fill`, and of `nothing`, which a rank has in a step after
-    a backward pass that has reduced all.
+    The first reduction prepares the others of gradients that `fit` slots of one buffer, into which
+    they are copied by `fill`. The first one of `nothing`, which a rank has in a step after a
+    backward pass that has reduced all, prepares the others as a `meeting`.
     """
 
     def __init__(
@@ -146,27 +174,26 @@ class Bucket:
         self.fusions = recent_fusions()
         self.nothing: Leaves = dict.fromkeys(self.numbers)
         self.fill, self._fit = fill, fit
-        self._full: _Prepared | None = None
-        self._empty: _Prepared | None = None
+        self.meeting: _Meeting | None = None
+        self._prepared: _Prepared | None = None
 
     def prepared(self, gradients: Leaves) -> _Prepared | None:
         """Return what an earlier reduction of gradients like these has prepared, if one has."""
-        if gradients is self.nothing:
-            return self._empty
-        if self._full is None or self._fit is None:
+        if self._prepared is None or self._fit is None:
             return None
-        return self._full if self._fit(self._full.slots, [*gradients.values()]) else None
+        fits = self._fit(self._prepared.slots, [*gradients.values()])
+        return self._prepared if fits else None
 
     def prepare(self, made: ReduceBucket, gradients: Leaves) -> None:
         """Prepare reductions like this one."""
         if gradients is self.nothing:
-            self._empty = _Prepared(made)
+            self.meeting = _Meeting(made)
         elif (
             self._fit is not None
             and len(made.parts.sources) == len(self.numbers)
-            and (self._full is None or self._full.fusion is not made.fusion)
+            and (self._prepared is None or self._prepared.fusion is not made.fusion)
         ):
-            self._full = _Prepared(made)
+            self._prepared = _Prepared(made)
 
 
 class _Prepared:
@@ -181,6 +208,56 @@ class _Prepared:
         pairs = zip(slots, made.parts.sources, strict=True)
         self.slots = [to_framework(slot, like) for slot, like in pairs]
         self.parts = Parts(list(map(view, slots)), [slot.dtype for slot in slots])
+
+
+class _Meeting:
+    """The reduction of a bucket of which no rank has gradients, prepared: a header and its words.
+
+    If a rank shows something else, the call goes on in full.
+    """
+
+    def __init__(self, made: ReduceBucket) -> None:
+        self._signature = made.signature
+        self._header = encode(made.signature, 0, device_flag=made.placement.device_flag)
+
+    def call(self, runner: Runner, place: Place, look: Shows, arguments: tuple[Any, ...]) -> Any:
+        """Make the call; NotImplemented, with nothing done, if it has to be made in full."""
+        group, guard, started = runner.group, runner.guard, time.perf_counter()
+        try:
+            with group.turn():
+                is_watched = group.tracer is not None or (guard and guard.place() is None)
+                if is_watched or group.engine.queue or group.closed is not None:
+                    return NotImplemented
+                try:
+                    shown = look_at(place, look)
+                except Exception:
+                    # The full call lets the other ranks know of it.
+                    return NotImplemented
+                steps = self._steps(runner, place, shown, arguments)
+                result = group.engine.run(group.guarded(steps))
+        except BaseException as error:
+            runner.leave_by(error)
+            raise
+        runner.statistics.add_seconds(ReduceBucket.name, time.perf_counter() - started)
+        return result
+
+    def _steps(
+        self, runner: Runner, place: Place, shown: Look | None, arguments: tuple[Any, ...]
+    ) -> Steps:
+        group, control = runner.group, runner.group.control
+        group.watchdog.current = (ReduceBucket.name, None)
+        words = () if shown is None else shown.words
+        show(control, with_words(self._header, place.word(), words), None)
+        yield control
+        agreement = Agreement(control)
+        if not agreement.agree():
+            agreeing = agree(control, self._signature, negotiable=True)
+            tree = runner.placements.host_tree
+            return (yield from runner.settling(agreeing, None, tree, ReduceBucket, *arguments))
+        runner.statistics.count(ReduceBucket.name)
+        places = yield from compare_places(group, agreement, place, None)
+        yield from compare(group, agreement, shown)
+        return Reduced({}, places)
 
 
 class Rounds:
@@ -228,8 +305,13 @@ class Rounds:
     ) -> Reduced:
         """Reduce a bucket; see `start`."""
         arguments = self, bucket, make, place, may_overwrite, look, onto
-        reduced: Reduced = self._runner.call(ReduceBucket, *arguments)
-        return reduced
+        reduced: Any = NotImplemented
+        if place.has_nothing and bucket.meeting is not None:
+            reduced = bucket.meeting.call(self._runner, place, look, arguments)
+        if reduced is NotImplemented:
+            reduced = self._runner.call(ReduceBucket, *arguments)
+        made: Reduced = reduced
+        return made
 
     def finish_round(self, place: Place) -> None:
         """Note the end of a round of backward passes."""
@@ -278,23 +360,21 @@ class ReduceBucket(AllreduceGradients):
         memory, op, options = rounds._arguments()
         self._gradients = gradients = make()
         self._prepared: _Prepared | None = None
-        may_repeat = may_overwrite or gradients is bucket.nothing
-        if may_repeat and context.place_tree(()) is context.host_tree:
+        is_nothing = gradients is bucket.nothing
+        if may_overwrite and not is_nothing and context.place_tree(()) is context.host_tree:
             self._prepared = bucket.prepared(gradients)
         if self._prepared is None:
             super().__init__(context, memory, gradients, op, **options, onto=onto)
             settings = (*self.signature.settings, ("bucket", bucket.index))
             self.signature = replace(self.signature, settings=settings)
-            if may_repeat and self.placement is context.host_tree:
+            if (may_overwrite or is_nothing) and self.placement is context.host_tree:
                 bucket.prepare(self, gradients)
         else:
             self._onto = onto
             self._repeat(self._prepared, context, memory, op, **options)
         self.word = place.word()
-        # In a step its settings, and in the first round of a step its arrays; with the first
-        # bucket.
-        first = not (place.number or place.evaluation)
-        self._look = None if bucket.index else look(stepping=place.stepping, arrays=first)
+        # With the first bucket.
+        self._look = None if bucket.index else look_at(place, look)
         self.further_words = () if self._look is None else self._look.words
 
     def _repeat(
@@ -320,7 +400,7 @@ class ReduceBucket(AllreduceGradients):
 
     def pack(self, room: int) -> Bytes | None:
         prepared = self._prepared
-        if prepared is None or not prepared.slots:
+        if prepared is None:
             return super().pack(room)
         gradients = list(self._gradients.values())
         if self.fusion.nbytes <= room:
@@ -338,16 +418,7 @@ class ReduceBucket(AllreduceGradients):
         return None
 
     def steps(self, agreement: Agreement) -> Steps:
-        self._places = [Place.read(word) for word in agreement.free_words()]
-        if not agree_on_place(self._places):
-            yield from refuse_places(
-                self.group.control,
-                CallDetail(_NAME, str(self._place), self._site),
-                "steps",
-                "Every rank must take, or skip, the same steps, with as many backward passes, and "
-                "exchange parameters in the same ones; decide that from .grad after backward(), "
-                "which is the same on all ranks",
-            )
+        self._places = yield from compare_places(self.group, agreement, self._place, self._site)
         if not self._bucket.index:
             yield from compare(self.group, agreement, self._look)
         if self._prepared is not None and agreement.calls is not None:
