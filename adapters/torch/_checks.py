@@ -13,7 +13,7 @@ import arraycomm as ac
 from arraycomm._arrays.views import view
 from arraycomm.adapters.torch._backward import scaler_of_step
 from arraycomm.adapters.torch._parameters import Parameters
-from arraycomm.adapters.torch._slots import writes_to
+from arraycomm.adapters.torch._slots import State, writes_to
 
 
 def check_unchanged(parameters: Parameters, why: str) -> None:
@@ -48,12 +48,15 @@ def check_owners(parameters: Parameters) -> None:
 def judge_stale(parameters: Parameters) -> bool:
     """Find the gradients of an earlier step that all ranks still have; return whether all are."""
     pairs = list(zip(parameters.slots, parameters.grads, strict=True))
-    mine = [grad if slot.is_stale(grad) else None for slot, grad in pairs]
+    stale = [slot.state(grad) is State.STALE for slot, grad in pairs]
+    mine = [grad if each else None for each, (_, grad) in zip(stale, pairs, strict=True)]
     rows = _checksums(parameters, mine)
     same = (rows == rows[0]).all(axis=0)
-    for number, (slot, grad) in enumerate(pairs):
-        if slot.is_stale(grad):
-            slot.judge_stale(same=bool(same[number]))
+    for number, (slot, _) in enumerate(pairs):
+        if stale[number]:
+            slot.reduced = bool(same[number])
+            # Else it has been written by hand.
+            slot.result = slot.result if slot.reduced else None
     return bool(same.all())
 
 

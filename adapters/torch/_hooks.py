@@ -110,7 +110,6 @@ class BackwardReducer:
         virtual, base = self.gradients.virtual, slot.base
         if virtual is not None and not virtual.is_complete and base is not None and base.any():
             self.gradients.fail(kept_gradient(slot.number))
-        slot.accumulates(parameter)
 
     def _enter(self, task: int, slot: Slot | None = None) -> Backward | None:
         """Return the backward pass of a pass of autograd; have autograd call back at its end.

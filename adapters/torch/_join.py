@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from arraycomm.adapters.torch._checks import digest
 from arraycomm.adapters.torch._parameters import Parameters
-from arraycomm.adapters.torch._slots import Slot
 
 
 class JoinedSteps:
@@ -35,7 +34,7 @@ class JoinedSteps:
         if not self._has_reduced:
             self.reduce()
         grads = self._parameters.grads
-        replaced = digest(grads) if self._parameters.any(Slot.is_replaced) else None
+        replaced = digest(grads) if self._parameters.shown_in_step()["replaced"] else None
         complete = self._gradients.hand_over(grads, replaced)
         self._has_reduced = False
         self._parameters.forget_reduced()

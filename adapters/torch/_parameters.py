@@ -12,7 +12,9 @@ import arraycomm as ac
 from arraycomm._trees.fusion import LARGE
 from arraycomm.adapters.torch._backward import scaler_of_step
 from arraycomm.adapters.torch._slots import (
+    UNREDUCED,
     Slot,
+    State,
     changed,
     marked_slot,
     marked_slots,
@@ -113,7 +115,7 @@ class Parameters:
         """
         for number in numbers if self.stepping else ():
             slot, grad = self.slots[number], self.tensors[number].grad
-            if grad is not None and not slot.is_reduced(grad):
+            if slot.state(grad) in UNREDUCED:
                 slot.reduced = slot.replaced = had_reduced
                 self.left[number] = _UNSEEN
 
@@ -198,13 +200,14 @@ class Parameters:
         parameter = self.tensors[number]
         slot.take_apart(parameter)
         grad = parameter.grad
-        settled = grad is None or (slot.reduced if stale else slot.is_reduced(grad))
-        if slot.sent is None and grad is not None and not settled:
+        state = slot.state(grad)
+        open_ = state is State.LOCAL or (stale and state is State.STALE)
+        if slot.sent is None and grad is not None and open_:
             _check_gradient(grad, number)
             if number in (self.accumulated or ()) and writes_to(grad) != slot.version:
                 raise _changed_inside(number)
             self._sent.add(number)
-            slot.send(slot.made_writable(parameter))
+            slot.send(parameter)
         return slot.shown
 
     def forget_sent(self) -> None:
@@ -218,8 +221,7 @@ class Parameters:
         """Note that a backward pass has left gradients of these parameters unreduced."""
         grads = self.grads
         for number in numbers:
-            grad = grads[number]
-            if grad is not None and not self.slots[number].is_reduced(grad):
+            if self.slots[number].state(grads[number]) in UNREDUCED:
                 self.left[number] = why
 
     def note_zeroed(self) -> None:
@@ -235,7 +237,7 @@ class Parameters:
         of_others = (size if virtual is None else virtual.count) > 1
         for number, why in self.left.items() if of_others else ():
             slot, grad = self.slots[number], self.tensors[number].grad
-            if grad is None or slot.is_reduced(grad):
+            if grad is None or slot.state(grad) not in UNREDUCED:
                 continue
             # Torch does not count what a scaler writes, nor all of its own writes.
             written = why == _UNSEEN or writes_to(grad) != slot.version
@@ -247,12 +249,12 @@ class Parameters:
         slots, grads = self.slots, self.grads
         pairs = [(slots[number], grads[number]) for number in changed(slots, grads)]
         self._unchanged = not pairs
-        unreduced = (grad is not None and not slot.is_reduced(grad) for slot, grad in pairs)
+        states = {slot.state(grad) for slot, grad in pairs}
         return {
-            "pending": self.gradients.has_sums or any(unreduced),
-            "replaced": any(slot.is_replaced(grad) for slot, grad in pairs),
-            "changed": any(slot.is_changed(grad) for slot, grad in pairs),
-            "stale": any(slot.is_stale(grad) for slot, grad in pairs),
+            "pending": self.gradients.has_sums or not states.isdisjoint(UNREDUCED),
+            "replaced": State.REPLACED in states or any(slot.replaced for slot, _ in pairs),
+            "changed": State.CHANGED in states,
+            "stale": State.STALE in states,
         }
 
     def others(self) -> list[Any]:
@@ -260,10 +262,6 @@ class Parameters:
         reducers = {id(slot.reducer): slot.reducer() for slot in self.slots}
         own = self._reducer()
         return [each for each in reducers.values() if each is not None and each is not own]
-
-    def any(self, question: Callable[[Slot, torch.Tensor | None], bool]) -> bool:
-        """Ask a question about each gradient; return whether it is true of any."""
-        return any(question(slot, grad) for slot, grad in zip(self.slots, self.grads, strict=True))
 
     # What a reduction gives
 
@@ -282,9 +280,10 @@ class Parameters:
                     continue
                 if reduced is None and number not in self._sent:
                     continue
-                if unless_changed and (tensor.grad is not slot.sent or slot.was_written()):
+                written = slot.was_written()
+                if unless_changed and (written or tensor.grad is not slot.sent):
                     continue
-                if slot.was_written():
+                if written:
                     self.gradients.fail(_changed_inside(number))
                 slot.settle(tensor, _like(tensor, reduced))
             if plain:
@@ -305,7 +304,7 @@ class Parameters:
                 slot.forget_sent()
                 tensor.grad, slot.base = slot.base, None
                 slot.note_reduced(tensor.grad)
-            elif tensor.grad is not None and slot.is_stale(tensor.grad):
+            elif tensor.grad is not None and slot.state(tensor.grad) is State.STALE:
                 if tensor.grad.any():
                     self.gradients.fail(kept_gradient(number))
                 # Zeros of zero_grad(), which ranks that have sent a gradient have no more.

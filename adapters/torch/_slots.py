@@ -8,12 +8,22 @@ Before anything else happens to the gradient, the two are taken apart again.
 Torch swaps the contents of two tensors only if nothing refers to them weakly. So a parameter has
 its slot as an attribute, and what a gradient was is told by the memory that it had.
 
-The gradient of a parameter in most steps, and what a slot is called on the way:
+The states of a gradient, of which `State` says what they are, and what leads from one to another.
+No slot is told of what the program does to `.grad`, so a state is found out when it is asked for:
 
-    no gradient -(accumulated)-> own part -(send)-> sent -(settle)-> reduced
-    own part <-(forget_sent)- sent
-    reduced -(set_aside)-> the base of what comes next
-    reduced -(forget_reduced)-> stale, in the next step, until it is zeroed
+    EMPTY                      autograd accumulates (`accumulated`)       LOCAL
+    LOCAL                      `send`                                     SENT
+    SENT                       `settle`                                   REDUCED
+    SENT                       `forget_sent`: the reduction has failed    LOCAL
+    SENT                       autograd accumulates (`set_aside`)         LOCAL; a base at `settle`
+    REDUCED                    the program writes to it                   CHANGED
+    REDUCED, CHANGED           the program assigns another, or None       REPLACED
+    REDUCED, CHANGED, REPLACED `forget_reduced`: the next step begins     STALE
+    STALE                      `judge_stale`: all ranks have the same     REDUCED
+    STALE                      `judge_stale`: they have not               LOCAL
+    STALE, LOCAL               the program sets it to None                EMPTY
+    all but EMPTY, LOCAL, SENT autograd accumulates (`set_aside`)         LOCAL, with a base
+    LOCAL, with a base         `show_whole`, and back by `take_apart`     the whole of the two
 
 A reduction writes only where autograd writes to a gradient that is there already, and to memory
 that nobody else has. Autograd makes a new `.grad` of what the backward pass hands it: a part of
@@ -23,6 +33,7 @@ another gradient, if parameters were joined or added, or of a tensor that the pr
 
 from __future__ import annotations
 
+import enum
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -71,9 +82,9 @@ def _memories(tensors: Sequence[torch.Tensor]) -> list[Memory]:
     ]
 
 
-def _is_at(memory: Memory | None, tensor: torch.Tensor) -> bool:
+def _is_at(memory: Memory | None, tensor: torch.Tensor | None) -> bool:
     """Return whether a tensor is there."""
-    if memory is None or tensor.layout is not _STRIDED:
+    if memory is None or tensor is None or tensor.layout is not _STRIDED:
         return False
     return memory[0] == (
         _address_of(tensor.untyped_storage()),
@@ -84,6 +95,23 @@ def _is_at(memory: Memory | None, tensor: torch.Tensor) -> bool:
 
 def _nobody() -> None:
     """Return no reducer: a reference to one that is gone."""
+
+
+class State(enum.Enum):
+    """What a gradient is; the drawing above has what leads from one to the next."""
+
+    EMPTY = "no gradient"
+    LOCAL = "this rank's own part, still to be reduced"
+    SENT = "being reduced"
+    REDUCED = "as the reduction of this step has left it"
+    CHANGED = "reduced in this step, and written to since"
+    REPLACED = "another one in place of what was reduced in this step, maybe none"
+    # By its memory. Gradients may have been written into it since: torch counts not all ways.
+    STALE = "what a step before has reduced"
+
+
+# Those of a gradient that is this rank's own part.
+UNREDUCED: Final = (State.LOCAL, State.SENT)
 
 
 @dataclass(slots=True, eq=False)
@@ -116,9 +144,18 @@ class Slot:
     # `.grad` as the sum of a base and of this rank's part, and the two.
     whole: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
 
-    def _is_result(self, grad: torch.Tensor | None) -> bool:
-        """Return whether a gradient is the tensor that the last reduction has left."""
-        return grad is not None and _is_at(self.result, grad)
+    def state(self, grad: torch.Tensor | None) -> State:
+        """Return what the parameter's gradient is now."""
+        is_result = _is_at(self.result, grad)
+        if not self.reduced:
+            if grad is None:
+                return State.EMPTY
+            if is_result:
+                return State.STALE
+            return State.SENT if grad is self.sent else State.LOCAL
+        if grad is None or self.replaced or not is_result:
+            return State.REPLACED
+        return State.REDUCED if writes_to(grad) == self.version else State.CHANGED
 
     def may_be_sent(self, grad: torch.Tensor | None, *, is_large: bool) -> bool:
         """Return whether a gradient is what autograd has just made, in memory of its own.
@@ -146,34 +183,9 @@ class Slot:
             and is_alone(grad)
         )
 
-    def is_reduced(self, grad: torch.Tensor) -> bool:
-        """Return whether a gradient has been reduced, in this step or before."""
-        return self.reduced or self._is_result(grad)
-
-    def is_stale(self, grad: torch.Tensor | None) -> bool:
-        """Return whether a gradient, by its memory, may be what an earlier step has reduced.
-
-        Gradients may have been written into it since; torch counts not all ways to do so.
-        """
-        return not self.reduced and self._is_result(grad)
-
-    def judge_stale(self, *, same: bool) -> None:
-        """Take a stale gradient as reduced if all ranks' are the same, else as written by hand."""
-        self.reduced = same
-        if not same:
-            self.result = None
-
-    def is_replaced(self, grad: torch.Tensor | None) -> bool:
-        """Return whether something else has become `.grad` after it was reduced in this step."""
-        return self.replaced or (self.reduced and not self._is_result(grad))
-
-    def is_changed(self, grad: torch.Tensor | None) -> bool:
-        """Return whether `.grad` has been written to after it was reduced in this step."""
-        return self.reduced and grad is not None and writes_to(grad) != self.version
-
     def forget_reduced(self, grad: torch.Tensor | None) -> None:
         """Begin a new step, after one with this gradient."""
-        if self.reduced and not self._is_result(grad):
+        if self.reduced and not _is_at(self.result, grad):
             self.note_reduced(grad)
         self.reduced = self.replaced = False
 
@@ -195,25 +207,27 @@ class Slot:
     def has_base(self, grad: torch.Tensor) -> bool:
         """Return whether a gradient is one that `set_aside` takes away, or what it has left."""
         apart = self.base is not None or self.whole is not None
-        return (apart or self.is_reduced(grad)) and not self.was_zeroed(grad)
+        return (apart or self.state(grad) not in UNREDUCED) and not self.was_zeroed(grad)
 
     def set_aside(self, parameter: torch.Tensor) -> bool:
         """Have autograd use a new `.grad`; return whether the old one is being reduced."""
         self.take_apart(parameter)
         grad = parameter.grad
-        if grad is not None and grad is self.sent:
-            parameter.grad = None
-            return True
+        late = grad is not None and grad is self.sent
         if grad is None:
             self.begin()
-        elif self.base_of(grad) is None and self.is_reduced(grad):
+        elif late:
+            parameter.grad = None
+        elif self.base_of(grad) is None and (state := self.state(grad)) not in UNREDUCED:
             if self.was_zeroed(grad):
                 # The program may look for its gradients in this memory.
                 self.reduced, self.result = False, None
-                return False
-            self.replaced = self.is_replaced(grad)
-            self.base, parameter.grad = grad, None
-        return False
+            else:
+                self.replaced = self.replaced or state is State.REPLACED
+                self.base, parameter.grad = grad, None
+        grad = parameter.grad
+        self._seen = None if grad is None else (grad, _version_of(grad))
+        return late
 
     def begin(self) -> None:
         """Note that there is no gradient, and that autograd may make one."""
@@ -229,7 +243,7 @@ class Slot:
         if self._seen is not None and base is None and part is self._seen[0]:
             # An exception came before anybody told this slot that autograd has added to it.
             self.accumulated(parameter)
-        if base is not None and self.is_reduced(base):
+        if base is not None and self.state(base) not in UNREDUCED:
             # Nobody has told this slot that autograd has accumulated; it may not have.
             if part is None:
                 parameter.grad, self.base = base if at_once else None, None
@@ -268,11 +282,6 @@ class Slot:
             # Nobody can tell any more what of it has been reduced.
             self.reduced = self.replaced = True
 
-    def accumulates(self, parameter: torch.Tensor) -> None:
-        """Note that autograd is about to accumulate this rank's part."""
-        grad = parameter.grad
-        self._seen = None if grad is None else (grad, _version_of(grad))
-
     def accumulated(self, parameter: torch.Tensor) -> None:
         """Note that autograd has accumulated this rank's part."""
         grad, seen, self._seen = parameter.grad, self._seen, None
@@ -290,23 +299,15 @@ class Slot:
         if isinstance(self._writable, torch.Tensor):
             self._writable = _memory(self._writable)
 
-    def made_writable(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Return `.grad`, or a copy that takes its place if a reduction must not write to it."""
+    def send(self, parameter: torch.Tensor) -> None:
+        """Note that the reduction of `.grad` has begun: of a copy if it must not write to that."""
         grad = parameter.grad
         assert grad is not None
         self.release_gradient()
-        if not self._may_write_to(grad):
+        assert not isinstance(self._writable, torch.Tensor)
+        if not _is_at(self._writable, grad):
             parameter.grad = grad = grad.clone()
             self._writable = _memory(grad)
-        return grad
-
-    def _may_write_to(self, grad: torch.Tensor) -> bool:
-        return self._writable is grad or (
-            isinstance(self._writable, tuple) and _is_at(self._writable, grad)
-        )
-
-    def send(self, grad: torch.Tensor) -> None:
-        """Note that the reduction of a gradient has begun."""
         self.sent, self.sent_version = grad, writes_to(grad)
         # What is written to one of two gradients in the same memory must not be reduced with the
         # other.
