@@ -246,10 +246,9 @@ class _Steps:
         self.adopt(optimizer, owners)
         self.reducer.rest()
         sharded = self.sharding is not None
-        self._inputs = StepInputs(optimizer, self.reducer, module, is_sharded=sharded)
-        gradients.inputs, gradients.adopt = self._inputs, self._inputs.adopt
-        # A rank without data applies gradients through this.
-        gradients.follow = without_owner(self.follow)
+        follow = without_owner(self.follow)
+        self._inputs = StepInputs(optimizer, self.reducer, module, follow, is_sharded=sharded)
+        gradients.steps = self._inputs
         self._following = self._evaluating = False
         # Whether a step has begun, and how many others inside it.
         self._stepping, self._nested = False, 0

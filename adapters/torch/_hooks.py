@@ -169,7 +169,7 @@ class BackwardReducer:
             gradients.rounds.place,
             *known,
             lock=self._lock,
-            local=not self.syncing or gradients.keeps,
+            local=not self.syncing or gradients.sums.keeps,
             joined=gradients.joined,
             overlaps=not compiled and saves_time(gradients.comm, self._parameters.tensors),
             compiled=compiled,

@@ -22,7 +22,7 @@ Setting = tuple[str, Any, Callable[[Any], None]]
 
 
 class StepInputs:
-    """What the steps of one optimizer depend on.
+    """What the steps of one optimizer depend on; see `arraycomm._training.gradients.TakesSteps`.
 
     The reducer has its parameters in the order that all ranks have. If the optimizer is sharded,
     each rank has only a part of the state. A module, if there is one, lives as long as the
@@ -34,9 +34,11 @@ class StepInputs:
         optimizer: torch.optim.Optimizer,
         reducer: Any,
         module: torch.nn.Module | None,
+        follow: Callable[[Any, Settings], None],
         *,
         is_sharded: bool,
     ) -> None:
+        self._follow = follow
         self._optimizer, self._reducer = weakref.ref(optimizer), weakref.ref(reducer)
         self._module = None if module is None else weakref.ref(module)
         self._is_sharded = is_sharded
@@ -52,7 +54,7 @@ class StepInputs:
         # Of the last step, if a scaler took it.
         self._scaler: Callable[[], GradScaler | None] = lambda: None
 
-    def __call__(self) -> Inputs:
+    def inputs(self) -> Inputs:
         """Return them for the step that is being taken."""
         if (scaler := scaler_of_step()) is not None:
             self._scaler = weakref.ref(scaler)
@@ -73,6 +75,10 @@ class StepInputs:
         for name, value, put in (*_hyperparameters(self._optimizer()), *self._counts()):
             if name in given and given[name] != value:
                 put(given[name])
+
+    def follow(self, reduced: Any, settings: Settings) -> None:
+        """Take the step of ranks with data: their gradients, with their hyperparameters."""
+        self._follow(reduced, settings)
 
     def _counts(self) -> Iterator[Setting]:
         """Return what changes with every step, and how to set it."""

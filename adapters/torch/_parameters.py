@@ -168,7 +168,7 @@ class Parameters:
                 unreduced[number] = self._unreduced(number)
             if virtual is not None and virtual.is_complete and unreduced[number] is not None:
                 raise _added_twice(number)
-        means: dict[int, Any] = self.gradients.mean_of(unreduced)
+        means: dict[int, Any] = self.gradients.sums.mean_of(unreduced)
         if self.gradients.compression is None:
             return means
         sent = self.gradients.sent([*means.values()], _paths(means))
@@ -251,7 +251,7 @@ class Parameters:
         self._unchanged = not pairs
         states = {slot.state(grad) for slot, grad in pairs}
         return {
-            "pending": self.gradients.has_sums or not states.isdisjoint(UNREDUCED),
+            "pending": bool(self.gradients.sums) or not states.isdisjoint(UNREDUCED),
             "replaced": State.REPLACED in states or any(slot.replaced for slot, _ in pairs),
             "changed": State.CHANGED in states,
             "stale": State.STALE in states,

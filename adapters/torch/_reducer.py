@@ -60,7 +60,7 @@ class Reducer:
         if gradients.virtual is None:
             # A step ends the round of virtual ranks, also if clipping has made zeros of gradients.
             parameters.note_skipped()
-        if gradients.keeps:
+        if gradients.sums.keeps:
             self._keep()
             return False
         self._rounds.run_with_others()
@@ -72,7 +72,7 @@ class Reducer:
         """Add the gradients of a step to those of the steps before."""
         gradients, parameters = self._gradients, self._parameters
         check_unchanged(parameters, f"with accumulate={gradients.accumulate}")
-        gradients.keep(parameters.all_unreduced())
+        gradients.sums.keep(parameters.all_unreduced())
         parameters.forget_sent()
         parameters.finish_step()
 

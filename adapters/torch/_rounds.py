@@ -65,7 +65,7 @@ class BucketRounds:
     def _finish(self, place: Any, backward: Backward | None) -> None:
         self._complete()
         self._gradients.rounds.finish_round(place)
-        self._gradients.forget_sums()
+        self._gradients.sums.forget()
         came = [] if backward is None else list(backward.order)
         self._buckets.agree(came, repeated=backward is not None and backward.repeated)
 
@@ -101,7 +101,7 @@ class BucketRounds:
             while not self._run_in_step():
                 pass
             self._complete()
-            self._gradients.forget_sums()
+            self._gradients.sums.forget()
         finally:
             self._parameters.forget_sent()
 

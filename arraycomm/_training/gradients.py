@@ -1,4 +1,4 @@
-"""The gradients of one distributed optimizer: added up over steps, then reduced over ranks."""
+"""The gradients of one distributed optimizer, reduced over ranks, and what adapters implement."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final, NoReturn, Self
+from typing import Any, Final, NoReturn, Protocol, Self
 from weakref import WeakValueDictionary
 
 from arraycomm._arrays.results import to_framework
@@ -16,19 +16,17 @@ from arraycomm._calls.runner import OperationClass
 from arraycomm._communicator import Communicator, group_of, runner_of, trees_of
 from arraycomm._dtypes import OpName
 from arraycomm._entries import entry
-from arraycomm._errors import naming
 from arraycomm._protocol.agreement import Agreement
 from arraycomm._protocol.header import Settings
-from arraycomm._training.arithmetic import Operand, added, divided, operand_of, restored, widened
 from arraycomm._training.comparison.verification import Inputs, Look, Shows, Verification
 from arraycomm._training.compression import Compression, described, received, sent
 from arraycomm._training.numbered import NumberedGradients, Numbering, Where
-from arraycomm._training.rounds import Leaves, Rounds
+from arraycomm._training.rounds import Rounds
 from arraycomm._training.shards import Shards
+from arraycomm._training.sums import Sums
 from arraycomm._training.virtual import VirtualRanks
 from arraycomm._training.weighted import Block, HandOver, WeightedGradients
 from arraycomm._trees.fusion import TreeMemory
-from arraycomm._trees.leaves import check_leaf
 from arraycomm._trees.pytrees import flatten
 from arraycomm._trees.reduce import AllreduceGradients, prototypes
 
@@ -50,8 +48,21 @@ def registry_of(comm: Communicator) -> _Registry:
     return registry
 
 
+class TakesSteps(Protocol):
+    """What takes an optimizer's steps, for adapters whose steps depend on more than gradients."""
+
+    def inputs(self) -> Inputs:
+        """Return what the step that is being taken depends on."""
+
+    def adopt(self, settings: Any) -> None:
+        """Set hyperparameters to those of another rank."""
+
+    def follow(self, reduced: Any, settings: Any) -> None:
+        """Take a step of ranks with data on a rank without; see `join`."""
+
+
 class Gradients:
-    """How the gradients of an optimizer are reduced, and their sums over the steps so far."""
+    """How the gradients of an optimizer are reduced."""
 
     # For the functions of an adapter that its framework calls.
     entry = staticmethod(entry)
@@ -74,8 +85,9 @@ class Gradients:
         self.op_of_ranks = op if virtual is None else "sum"
         self.comm, self.op, self.accumulate, self.shards = comm, op, accumulate, shards
         self._shared, self.verification = shared, verification
-        # Returns what a step depends on, if the adapter knows it before.
-        self.inputs: Callable[[], Inputs] | None = None
+        # What takes the steps, if the adapter has said so.
+        self.steps: TakesSteps | None = None
+        self.sums = Sums(accumulate)
         # The same number on every rank, since making an optimizer is collective.
         registry = registry_of(shared)
         self.number: int | None = registry.made
@@ -93,18 +105,10 @@ class Gradients:
         self.rounds = Rounds(comm, self.op_of_ranks, self.options) if overlapping else None
         # The parameters of each bucket, by their numbers, once the ranks have agreed on them.
         self.division: list[list[int]] | None = None
-        # Applies a step's gradients on a rank without data, if the adapter can; see `join`.
-        self.follow: Callable[[Any, Any], None] = lambda gradients, settings: None
-        # Sets hyperparameters to those of another rank, if the adapter can.
-        self.adopt: Callable[[Any], None] = lambda settings: None
-        self._steps = 0
         # How many steps this rank has not taken, although their gradients were reduced.
         self.failed_steps = 0
         # Where the program says it is, if the adapter knows: compared with each reduction.
         self.place: Settings = ()
-        self._sums: list[Sum | None] = []
-        # Whether the last of the accumulated steps has reduced the sums already.
-        self._has_reduced = False
 
     @entry
     def add(
@@ -120,10 +124,10 @@ class Gradients:
         """
         look = partial(self.look, inputs=inputs)
         if self.joined:
-            reduced = self._call_in_join(JoinedReduction, tree, look)
-            return bool(self._block.total), reduced
-        if self.keeps:
-            self.keep(tree)
+            reduced, total = self._call_in_join(JoinedReduction, tree, look)
+            return bool(total), reduced
+        if self.sums.keeps:
+            self.sums.keep(tree)
             return False, None
         if self.virtual is not None:
             applies = self.virtual.is_last
@@ -132,7 +136,8 @@ class Gradients:
             return applies, reduced
         reduced = self._reduce(tree, numbering, look)
         # Only now: if the call failed, the ranks can make it again.
-        self._steps, self._sums = 0, []
+        self.sums.forget()
+        self.sums.finish_step()
         return True, reduced
 
     def look(
@@ -144,7 +149,7 @@ class Gradients:
         inputs: Callable[[], Inputs] | None = None,
     ) -> Look | None:
         """Return what this rank shows of its inputs in a call; see `Verification.look`."""
-        known = inputs or self.inputs
+        known = inputs or (None if self.steps is None else self.steps.inputs)
         return self.verification.look(known, reduced, stepping=stepping, arrays=arrays)
 
     def _reduce(self, tree: Any, numbering: Numbering | None, look: Shows) -> Any:
@@ -213,16 +218,6 @@ class Gradients:
         """Whether the communicator is inside `join`."""
         return registry_of(self._shared).join is not None
 
-    @property
-    def keeps(self) -> bool:
-        """Whether the gradients of this step are only added to those of the steps before."""
-        return not self._has_reduced and self._steps + 1 < self.accumulate
-
-    @property
-    def has_sums(self) -> bool:
-        """Whether gradients of the steps before wait for their reduction."""
-        return any(total is not None for total in self._sums)
-
     def fail(self, error: Exception) -> NoReturn:
         """Make the other ranks' next call raise, in step; raises `error` here."""
         if not self.joined:
@@ -231,56 +226,31 @@ class Gradients:
 
     def reduce_in_join(self, tree: Any) -> Any:
         """Reduce the gradients of a backward pass inside `join`, by weight."""
-        return self._call_in_join(JoinedReduction, tree, None)
+        return self._call_in_join(JoinedReduction, tree, None)[0]
 
     def hand_over(self, tree: Any, replaced: int | None) -> bool:
         """Give a step's gradients inside `join` to ranks without data; return whether it counts.
 
         `replaced` is a digest of gradients that were replaced after they had been reduced.
         """
-        self._call_in_join(HandedStep, tree, replaced, self.look)
+        _, total = self._call_in_join(HandedStep, tree, replaced, self.look)
         if self.rounds is not None:
             self.rounds.note_others(others=False)
-        return bool(self._block.total)
+        return bool(total)
 
-    def _call_in_join(self, operation: OperationClass[...], *arguments: Any) -> Any:
+    def _call_in_join(self, operation: OperationClass[...], *arguments: Any) -> tuple[Any, float]:
+        """Return what an operation inside `join` returns, and the sum of the ranks' weights."""
         runner, memory = runner_of(self._shared), trees_of(self._shared)
-        return runner.call(operation, self._block, memory, self, *arguments)
-
-    @property
-    def _block(self) -> Block:
         block = registry_of(self._shared).join
         assert block is not None
-        return block
-
-    def keep(self, tree: Any) -> None:
-        """Add the gradients of a step to those of the steps before."""
-        with naming(_NAME):
-            self._sums = self._added(tree)
-        self._steps += 1
-
-    def mean_of(self, leaves: Leaves) -> Leaves:
-        """Return the mean of the steps' gradients, of the parameters of these numbers."""
-        if self.accumulate == 1:
-            return leaves
-        return {number: self._mean(number, leaf) for number, leaf in leaves.items()}
-
-    def _mean(self, number: int, leaf: Any) -> Any:
-        total = self._sums[number] if self._sums else None
-        if leaf is not None:
-            total = _plus(total, leaf, f"[{number}]")
-        return None if total is None else total.mean(self.accumulate)
-
-    def forget_sums(self) -> None:
-        """Note that a round has reduced them."""
-        self._sums, self._has_reduced = [], True
+        result = runner.call(operation, block, memory, self, *arguments)
+        return result, block.total
 
     def finish_step(self, *, skipped: bool = False) -> None:
         """Go on to the next step."""
         if self.rounds is not None:
-            self.rounds.finish_step(skipped=skipped, kept=not self._has_reduced)
-        if self._has_reduced:
-            self._steps, self._has_reduced = 0, False
+            self.rounds.finish_step(skipped=skipped, kept=not self.sums.has_reduced)
+        self.sums.finish_step()
         if self.virtual is not None:
             self.virtual.next_round()
 
@@ -288,32 +258,22 @@ class Gradients:
         """Give what is remembered of parameters their new numbers; drop the others'."""
         if self.virtual is not None:
             self.virtual.renumber(numbers)
-        if self._sums:
-            sums: list[Sum | None] = [None] * count
-            for old, new in numbers.items():
-                sums[new] = self._sums[old]
-            self._sums = sums
+        self.sums.renumber(numbers, count)
 
-    def copy(self) -> Self:
+    def copy(self, memo: object = None) -> Self:
         """Return the gradients of a copy of the optimizer, which are reduced over the same ranks.
 
         What is accumulated so far is the copy's as well.
         """
         made = object.__new__(type(self))
         # Copies need not be made on all ranks, so that they have no number that these agree on.
-        vars(made).update(vars(self), number=None, follow=lambda gradients, settings: None)
-        made.verification, made.inputs = self.verification.copy(), None
-        made.adopt = lambda settings: None
-        made._sums = list(self._sums)
+        vars(made).update(vars(self), number=None, steps=None)
+        made.verification, made.sums = self.verification.copy(), self.sums.copy()
         made.virtual = None if self.virtual is None else self.virtual.copy()
         made.rounds = None if self.rounds is None else self.rounds.copy()
         return made
 
-    def __copy__(self) -> Self:
-        return self.copy()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return self.copy()
+    __copy__ = __deepcopy__ = copy
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError(
@@ -326,29 +286,6 @@ class Gradients:
     def reduce_loss(self, loss: Any) -> Any:
         """Reduce a loss as the gradients are."""
         return self.comm.allreduce(loss, self.op)
-
-    def mean_of_steps(self, tree: Any) -> Any:
-        """Return the mean of the steps' gradients, this last one among them."""
-        if self.accumulate == 1:
-            return tree
-        sums = self._added(tree)
-        return flatten(tree).rebuild(
-            [None if total is None else total.mean(self.accumulate) for total in sums]
-        )
-
-    def _added(self, tree: Any) -> list[Sum | None]:
-        """Return this rank's sums with another step's gradients; the old sums stay as they are."""
-        flat = flatten(tree)
-        sums = self._sums or [None] * len(flat.leaves)
-        if len(sums) != len(flat.leaves):
-            raise ValueError(
-                "gradients that are accumulated must have the same structure in every "
-                f"step; got {len(flat.leaves)} leaves after {len(sums)}"
-            )
-        return [
-            total if leaf is None else _plus(total, leaf, path)
-            for total, leaf, path in zip(sums, flat.leaves, flat.paths, strict=True)
-        ]
 
 
 class OptimizerStep(NumberedGradients):
@@ -364,7 +301,7 @@ class OptimizerStep(NumberedGradients):
         numbering: Numbering | None,
         look: Shows,
     ) -> None:
-        flat = flatten(gradients.mean_of_steps(tree))
+        flat = flatten(gradients.sums.mean_with(tree))
         counted, options = (where, numbering, look), dict(gradients.options)
         if gradients.compression is not None:
             # What the others have sent says nothing of the gradients that it stands for.
@@ -448,9 +385,9 @@ def _place(gradients: Gradients) -> Settings:
 
 def _taken(gradients: Gradients) -> Settings:
     """Return the hyperparameters of a step, for the ranks without data that take it as well."""
-    if gradients.inputs is None:
+    if gradients.steps is None:
         return ()
-    return (("hyperparameters", json.dumps(gradients.inputs().taken(), default=str)),)
+    return (("hyperparameters", json.dumps(gradients.steps.inputs().taken(), default=str)),)
 
 
 def _others(gradients: Gradients) -> Settings:
@@ -485,31 +422,3 @@ def _number_in_join(gradients: Gradients) -> int:
             "to DistributedOptimizer on every rank"
         )
     return gradients.number
-
-
-class Sum:
-    """The sum of one leaf's gradients, in the precision in which gradients are reduced."""
-
-    def __init__(self, array: Any, last: Operand) -> None:
-        self.array = array
-        # Without the gradients themselves, so that their memory can be freed.
-        self.last = last._replace(array=None)
-
-    def mean(self, steps: int) -> Any:
-        """Return the mean over this many steps, as an array like the gradients."""
-        return restored(divided(self.array, self.last, steps), self.last)
-
-
-def _plus(total: Sum | None, leaf: Any, path: str) -> Sum:
-    gradient = operand_of(leaf, path)
-    check_leaf(gradient.dtype, "mean", path)
-    if total is None:
-        # A copy, since the caller may use the same memory in the next step.
-        return Sum(widened(gradient), gradient)
-    got, before = tuple(gradient.array.shape), tuple(total.array.shape)
-    if (got, gradient.dtype) != (before, total.last.dtype):
-        raise ValueError(
-            f"{path} must have the same shape and dtype in every step that is accumulated; "
-            f"got {gradient.dtype} {got} after {total.last.dtype} {before}"
-        )
-    return Sum(added(total.array, gradient), gradient)

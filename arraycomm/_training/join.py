@@ -171,21 +171,20 @@ class Join(Block, Guard, ProcessBound):
         optimizers = registry_of(self._comm).optimizers
         while (step := self._runner.call(Shadow, self._memory)) is not None:
             optimizer = None if step.optimizer is None else optimizers.get(step.optimizer)
-            if optimizer is not None and step.total:
-                optimizer.follow(step.gradients, json.loads(step.settings or "[]"))
+            if optimizer is not None and optimizer.steps is not None and step.total:
+                optimizer.steps.follow(step.gradients, json.loads(step.settings or "[]"))
 
     def _take_over(self) -> None:
         """Find a rank that took part in the last step, and go on with its hyperparameters."""
         optimizers = registry_of(self._comm).optimizers
-        settings = {
-            number: each.inputs().taken() for number, each in optimizers.items() if each.inputs
-        }
+        taking = {number: each.steps for number, each in optimizers.items() if each.steps}
+        settings = {number: steps.inputs().taken() for number, steps in taking.items()}
         shown = self._comm.allgather_object((self._steps, settings))
         steps = [steps for steps, _ in shown]
         self._last = steps.index(max(steps))
         for number, taken in shown[self._last][1].items():
-            if number in settings:
-                optimizers[number].adopt(taken)
+            if number in taking:
+                taking[number].adopt(taken)
 
     def _is_reported(self, error: BaseException | None) -> bool:
         while error is not None:

@@ -13,6 +13,7 @@ _WEIGHTED: Final = "arraycomm/_training/weighted.py"
 _JOIN: Final = "arraycomm/_training/join.py"
 _SHARDS: Final = "arraycomm/_training/shards.py"
 _GRADIENTS: Final = "arraycomm/_training/gradients.py"
+_SUMS: Final = "arraycomm/_training/sums.py"
 _VERIFICATION: Final = "arraycomm/_training/comparison/verification.py"
 _ADAPTERS: Final = "arraycomm/adapters"
 _JAX: Final = "tests/adapters/test_jax_collectives.py"
@@ -191,14 +192,14 @@ OPTIMIZERS: Final = (
     ),
     Fault(
         "mean of accumulated steps: accumulated gradients are summed, not averaged",
-        _GRADIENTS,
+        _SUMS,
         "        return restored(divided(self.array, self.last, steps), self.last)",
         "        return restored(divided(self.array, self.last, min(steps, 1)), self.last)",
         _OPTIMIZERS,
     ),
     Fault(
         "accumulated step forgotten: the gradients of a step that is only accumulated are dropped",
-        _GRADIENTS,
+        _SUMS,
         "            self._sums = self._added(tree)\n",
         "            self._sums = []\n",
         _OPTIMIZERS,

@@ -152,7 +152,6 @@ LARGER = {
     "_cuda.devices:Devices": 32,
     "adapters.torch._parameters:Parameters": 28,
     "_protocol.engine:Engine": 28,
-    "_training.gradients:Gradients": 31,
     "testing.pytest_plugin.in_step:InStep": 27,
     "testing.conformance._reductions:ReductionLaws": 26,
     "_cuda.links.nccl_link:NcclLink": 22,
