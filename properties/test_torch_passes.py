@@ -486,3 +486,31 @@ def test_ranks_may_lack_a_pass_in_any_step(
                 ranks = [rank for rank in range(size) if mask >> rank & 1]
                 wanted = sum(factor(number, rank, step) for rank in ranks) / size
                 assert (gradient == wanted).all(), (step, number)
+
+
+@given(
+    size=st.integers(2, 3),
+    passes=st.integers(1, 70),
+    lacking=st.integers(0, 2),
+    dtype=st.sampled_from(["float32", "float64", "float16", "bfloat16"]),
+)
+@example(2, 9, 1, "float32")
+@example(2, 5, 1, "float16")
+def test_ranks_may_lack_a_gradient_in_any_pass_of_a_step(
+    size: int, passes: int, lacking: int, dtype: str
+) -> None:
+    """A gradient that a rank lacks counts as zeros in each of the step's passes."""
+
+    def train(comm: ac.Communicator) -> list[Any]:
+        parameters = [torch.nn.Parameter(torch.ones(2, dtype=getattr(torch, dtype))) for _ in "ab"]
+        optimizer = ac.DistributedOptimizer(
+            torch.optim.SGD(parameters, lr=0.0), op="sum", comm=comm
+        )
+        for _ in range(passes):
+            used = parameters[: 1 + (comm.rank != lacking % size)]
+            sum(parameter.sum() for parameter in used).backward()
+        optimizer.step()
+        return [parameter.grad.tolist() for parameter in parameters]
+
+    for both, alone in run(size, train):
+        assert (both, alone) == ([size * passes] * 2, [(size - 1) * passes] * 2)

@@ -23,7 +23,7 @@ from arraycomm._communicator import Communicator, runner_of, trees_of
 from arraycomm._protocol.agreement import Agreement, agree
 from arraycomm._protocol.details import CallDetail
 from arraycomm._protocol.group import Group
-from arraycomm._protocol.header import encode, show, with_words
+from arraycomm._protocol.header import LeafSpec, encode, show, with_words
 from arraycomm._reduce.chunks import reserve
 from arraycomm._training.comparison.verification import Look, Shows, compare, nothing_shown
 from arraycomm._training.numbered import refuse_places
@@ -397,6 +397,10 @@ class ReduceBucket(AllreduceGradients):
 
     def fusion_of(self, specs: tuple[Spec, ...]) -> Fusion:
         return self._bucket.fusions(specs, self._bucket_bytes)
+
+    def check_taken(self, calls: Sequence[CallDetail], agreed: Sequence[LeafSpec]) -> None:
+        # All ranks' gradients are of one framework, which has their dtypes; words say no dtypes.
+        pass
 
     def pack(self, room: int) -> Bytes | None:
         prepared = self._prepared

@@ -12,10 +12,10 @@ import numpy as np
 from arraycomm._arrays.buffer import BufferView
 from arraycomm._arrays.results import to_framework
 from arraycomm._arrays.views import view
+from arraycomm._calls import refusals
 from arraycomm._calls.attempts import take_together
 from arraycomm._calls.operation import Context, Operation, Share
 from arraycomm._calls.placement import HostPlacement
-from arraycomm._calls.refusals import announced, check_taken
 from arraycomm._dtypes import DType, Kind, check_op, kind_of
 from arraycomm._folds import total_dtype
 from arraycomm._prepared.small_trees import Given, SmallTree
@@ -225,7 +225,7 @@ class AllreduceTree(TreeReduction):
         if self._found is not None:
             self._flat = flatten(self._recorded_tree.tree)
             self.leaves = Leaves(self._flat, self._host.view)
-        self._check_taken(calls, agreed)
+        self.check_taken(calls, agreed)
         if self.parts.on_device:
             self.leaves = Leaves(self._flat, self._host.view)
         if self._onto is None:
@@ -248,7 +248,7 @@ class AllreduceTree(TreeReduction):
         own = self.added[number]
         return own if own or self._onto is None else self._onto.missing(number, self.group.rank)
 
-    def _check_taken(self, calls: Sequence[CallDetail], agreed: Sequence[LeafSpec]) -> None:
+    def check_taken(self, calls: Sequence[CallDetail], agreed: Sequence[LeafSpec]) -> None:
         """Raise on all ranks if one of them cannot have a gradient that only others have."""
         likes = prototypes(self.leaves.views)
         for number, leaf in enumerate(agreed):
@@ -259,7 +259,7 @@ class AllreduceTree(TreeReduction):
                 for call in calls
             ]
             dtype, _ = spec_of(leaf)
-            check_taken(self.name, lacking, self.group.rank, likes[number], dtype)
+            refusals.check_taken(self.name, lacking, self.group.rank, likes[number], dtype)
 
 
 class AllreduceGradients(AllreduceTree):
@@ -284,7 +284,7 @@ class AllreduceGradients(AllreduceTree):
         super().__init__(context, memory, tree, op, bucket_bytes, compression, onto)
         self.negotiable = missing == "zeros"
         if self.negotiable and self._found is None and None in self.leaves.views:
-            self.word = announced(prototypes(self.leaves.views)[0])
+            self.word = refusals.announced(prototypes(self.leaves.views)[0])
         self.independent_on_devices = missing != "zeros"
 
     def fusion_of(self, specs: tuple[Spec, ...]) -> Fusion:

@@ -428,4 +428,20 @@ JAX: Final = (
         ("ranks_may_lack_a_pass_in_any_step",),
         frameworks=True,
     ),
+    Fault(
+        "places as dtypes: what a round says of its place is taken for dtypes that a rank refuses",
+        "arraycomm/_training/rounds.py",
+        "dtypes; words say no dtypes.\n        pass\n",
+        "dtypes; words say no dtypes.\n        super().check_taken(calls, agreed)\n",
+        ("ranks_may_lack_a_gradient_in_any_pass_of_a_step",),
+        frameworks=True,
+    ),
+    Fault(
+        "prepared step: hyperparameters of a step that has nothing to reduce are not compared",
+        "arraycomm/_training/rounds.py",
+        "        yield from compare(group, agreement, shown)\n",
+        "",
+        ("any_change_on_one_rank_is_caught_within_verify_every_steps",),
+        frameworks=True,
+    ),
 )
