@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from arraycomm import MismatchError, allreduce_gradients, allreduce_tree, synchronize
 from arraycomm._reduce import segment
-from arraycomm._training.rounds import Bucket, Place, Rounds
+from arraycomm._training.rounds import Bucket, Part, Place, Rounds
 from arraycomm._trees import fusion, layout, pytrees
 from arraycomm._trees.layout import cut, lay_out, slots_of, transfers
 from arraycomm.testing import given as given_on_ranks
@@ -179,7 +179,9 @@ def test_results_may_be_written_over_gradients(comm, drawn, overlap) -> None:
         elements.append([part.copy()] * comm.size)
     rounds, bucket = Rounds(comm, op, NO_OPTIONS), Bucket(0, range(len(mine)))
     internals.set_inline_bytes(comm, -1)
-    got = rounds.reduce(bucket, lambda: dict(enumerate(mine)), Place(), may_overwrite=True).leaves
+    got = rounds.reduce(
+        Part(bucket, lambda: dict(enumerate(mine)), Place(), may_overwrite=True)
+    ).leaves
     is_apart = comm.size > 1 and internals.is_shared(comm) and not overlap
     for number, (leaf, rows) in enumerate(zip(mine, elements, strict=True)):
         check_elements(elements_of(got[number]), expected(rows, op), op)

@@ -5,7 +5,7 @@ See `arraycomm._training.rounds` for what the ranks compare in each.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 import arraycomm as ac
+from arraycomm._training.rounds import Part
 from arraycomm.adapters.torch._backward import Backward
 from arraycomm.adapters.torch._buckets import Buckets
 from arraycomm.adapters.torch._checks import compare, judge_stale
@@ -70,28 +71,22 @@ class BucketRounds:
         self._buckets.agree(came, repeated=backward is not None and backward.repeated)
 
     def _start(self, bucket: Any, place: Any) -> Any:
-        return self._gradients.rounds.start(
-            bucket, self._maker(bucket, place), place, **self._options_of(bucket)
-        )
+        return self._gradients.rounds.start(self._part(bucket, place))
 
     def _reduce(self, bucket: Any, place: Any) -> Any:
-        return self._gradients.rounds.reduce(
-            bucket, self._maker(bucket, place), place, **self._options_of(bucket)
-        )
+        return self._gradients.rounds.reduce(self._part(bucket, place))
 
-    def _maker(self, bucket: Any, place: Any) -> Callable[[], Any]:
-        """Return what returns the gradients of a bucket in a call from this place."""
-        if place.has_nothing:
-            return lambda: bucket.nothing
-        return partial(self._parameters.means, bucket.numbers)
-
-    def _options_of(self, bucket: Any) -> dict[str, Any]:
+    def _part(self, bucket: Any, place: Any) -> Part:
+        """Return this rank's part in the reduction of a bucket at this place."""
         gradients, virtual = self._gradients, self._gradients.virtual
+        means = partial(self._parameters.means, bucket.numbers)
+        make = (lambda: bucket.nothing) if place.has_nothing else means
         if virtual is not None:
-            return {"look": gradients.look, "onto": virtual.onto(sorted(bucket.numbers))}
+            onto = virtual.onto(sorted(bucket.numbers))
+            return Part(bucket, make, place, gradients.look, onto=onto)
         # Then `.grad` itself is reduced.
         overwrite = gradients.accumulate == 1 and gradients.compression is None
-        return {"may_overwrite": overwrite, "look": gradients.look}
+        return Part(bucket, make, place, gradients.look, overwrite)
 
     # In steps
 

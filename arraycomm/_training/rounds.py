@@ -127,11 +127,6 @@ def agree_on_place(places: Sequence[Place]) -> bool:
     return all(p.stepping for p in places) or not any(p.stepping and p.worked for p in places)
 
 
-def look_at(place: Place, look: Shows) -> Look | None:
-    """Return what a rank shows: in a step its settings, in the first round of a step its arrays."""
-    return look(stepping=place.stepping, arrays=not (place.number or place.evaluation))
-
-
 def compare_places(group: Group, agreement: Agreement, own: Place, site: str | None) -> Steps:
     """Return where all ranks are; raise on all if they cannot reduce gradients together there."""
     places = [Place.read(word) for word in agreement.free_words()]
@@ -152,6 +147,28 @@ class Reduced(NamedTuple):
 
     leaves: Leaves
     places: list[Place]
+
+
+class Part(NamedTuple):
+    """This rank's part in the reduction of a bucket.
+
+    `make` returns the gradients, and `look` what this rank shows of what its step depends on. They
+    are called inside the call, so that the others hear of their errors. If the gradients may be
+    overwritten, some of the results are those very objects. With `onto`, which has the totals in
+    the order of their numbers, the results are totals.
+    """
+
+    bucket: Bucket
+    make: Callable[[], Leaves]
+    place: Place
+    look: Shows = nothing_shown
+    may_overwrite: bool = False
+    onto: Onto | None = None
+
+    def look_at(self) -> Look | None:
+        """Return what is shown with the first bucket: of arrays in a step's first round."""
+        first = not (self.place.number or self.place.evaluation)
+        return self.look(stepping=self.place.stepping, arrays=first)
 
 
 class Bucket:
@@ -220,7 +237,7 @@ class _Meeting:
         self._signature = made.signature
         self._header = encode(made.signature, 0, device_flag=made.placement.device_flag)
 
-    def call(self, runner: Runner, place: Place, look: Shows, arguments: tuple[Any, ...]) -> Any:
+    def call(self, runner: Runner, part: Part, arguments: tuple[Any, ...]) -> Any:
         """Make the call; NotImplemented, with nothing done, if it has to be made in full."""
         group, guard, started = runner.group, runner.guard, time.perf_counter()
         try:
@@ -229,11 +246,11 @@ class _Meeting:
                 if is_watched or group.engine.queue or group.closed is not None:
                     return NotImplemented
                 try:
-                    shown = look_at(place, look)
+                    shown = part.look_at()
                 except Exception:
                     # The full call lets the other ranks know of it.
                     return NotImplemented
-                steps = self._steps(runner, place, shown, arguments)
+                steps = self._steps(runner, part.place, shown, arguments)
                 result = group.engine.run(group.guarded(steps))
         except BaseException as error:
             runner.leave_by(error)
@@ -273,45 +290,19 @@ class Rounds:
         made.place = self.place
         return made
 
-    def start(
-        self,
-        bucket: Bucket,
-        make: Callable[[], Leaves],
-        place: Place,
-        *,
-        may_overwrite: bool = False,
-        look: Shows = nothing_shown,
-        onto: Onto | None = None,
-    ) -> Request:
-        """Start to reduce a bucket; the request's result is `Reduced`.
+    def start(self, part: Part) -> Request:
+        """Start to reduce a bucket; the request's result is `Reduced`."""
+        return self._runner.start(ReduceBucket, self, part)
 
-        `make` returns the gradients, and `look` what this rank shows of what its step depends on.
-        They are called inside the call, so that the others hear of their errors. If the gradients
-        may be overwritten, some of the results are those very objects. With `onto`, which has the
-        totals in the order of their numbers, the results are totals.
-        """
-        arguments = self, bucket, make, place, may_overwrite, look, onto
-        return self._runner.start(ReduceBucket, *arguments)
-
-    def reduce(
-        self,
-        bucket: Bucket,
-        make: Callable[[], Leaves],
-        place: Place,
-        *,
-        may_overwrite: bool = False,
-        look: Shows = nothing_shown,
-        onto: Onto | None = None,
-    ) -> Reduced:
-        """Reduce a bucket; see `start`."""
-        arguments = self, bucket, make, place, may_overwrite, look, onto
-        reduced: Any = NotImplemented
-        if place.has_nothing and bucket.meeting is not None:
-            reduced = bucket.meeting.call(self._runner, place, look, arguments)
-        if reduced is NotImplemented:
-            reduced = self._runner.call(ReduceBucket, *arguments)
-        made: Reduced = reduced
-        return made
+    def reduce(self, part: Part) -> Reduced:
+        """Reduce a bucket."""
+        made: Any = NotImplemented
+        if part.place.has_nothing and part.bucket.meeting is not None:
+            made = part.bucket.meeting.call(self._runner, part, (self, part))
+        if made is NotImplemented:
+            made = self._runner.call(ReduceBucket, self, part)
+        reduced: Reduced = made
+        return reduced
 
     def finish_round(self, place: Place) -> None:
         """Note the end of a round of backward passes."""
@@ -344,17 +335,8 @@ class Rounds:
 class ReduceBucket(AllreduceGradients):
     """The reduction of one bucket in a round."""
 
-    def __init__(
-        self,
-        context: Context,
-        rounds: Rounds,
-        bucket: Bucket,
-        make: Callable[[], Leaves],
-        place: Place,
-        may_overwrite: bool,
-        look: Shows,
-        onto: Onto | None,
-    ) -> None:
+    def __init__(self, context: Context, rounds: Rounds, part: Part) -> None:
+        bucket, make, place, _, may_overwrite, onto = part
         self._bucket, self._place, self._site = bucket, place, call_site()
         self.may_overwrite = may_overwrite
         memory, op, options = rounds._arguments()
@@ -374,7 +356,7 @@ class ReduceBucket(AllreduceGradients):
             self._repeat(self._prepared, context, memory, op, **options)
         self.word = place.word()
         # With the first bucket.
-        self._look = None if bucket.index else look_at(place, look)
+        self._look = None if bucket.index else part.look_at()
         self.further_words = () if self._look is None else self._look.words
 
     def _repeat(

@@ -13,7 +13,7 @@ import arraycomm as ac
 from arraycomm._communicator import Communicator
 from arraycomm._native import compiled
 from arraycomm._reduce import algorithms, chain, chunks
-from arraycomm._training.rounds import Bucket, Place, Rounds
+from arraycomm._training.rounds import Bucket, Part, Place, Rounds
 from arraycomm._transports.base import Blocks, Steps, Transport
 from arraycomm._transports.mpi import pieces as mpi_pieces
 from arraycomm._trees import fusion
@@ -207,7 +207,9 @@ def test_a_chain_of_nodes_has_the_bits_of_slices(
             if "c" in tree:
                 mine[len(held)] = tree["c"]
             bucket = Bucket(0, list(mine))
-            got = rounds.reduce(bucket, lambda mine=mine: mine, Place(), may_overwrite=True).leaves
+            got = rounds.reduce(
+                Part(bucket, lambda mine=mine: mine, Place(), may_overwrite=True)
+            ).leaves
             assert any(got[n] is leaf for n, leaf in mine.items())
             assert all(got[n].tobytes() == want[k].tobytes() for n, k in enumerate(tree))
 
@@ -251,7 +253,7 @@ def test_large_leaves_are_sent_from_where_they_lie(
     def overwritten(tree: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         mine = {n: leaf.copy() for n, leaf in enumerate(tree.values())}
         rounds = Rounds(comm, "mean", {"bucket_bytes": 1 << 22, "compression": None})
-        reduced = rounds.reduce(Bucket(0, [*mine]), lambda: mine, Place(), may_overwrite=True)
+        reduced = rounds.reduce(Part(Bucket(0, [*mine]), lambda: mine, Place(), may_overwrite=True))
         return dict(zip(tree, map(reduced.leaves.__getitem__, mine), strict=True))
 
     calls["overwritten"] = overwritten
