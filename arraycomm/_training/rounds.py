@@ -166,7 +166,9 @@ class Part(NamedTuple):
     onto: Onto | None = None
 
     def look_at(self) -> Look | None:
-        """Return what is shown with the first bucket: of arrays in a step's first round."""
+        """Return what is shown, with the first bucket alone: of arrays in a step's first round."""
+        if self.bucket.index:
+            return None
         first = not (self.place.number or self.place.evaluation)
         return self.look(stepping=self.place.stepping, arrays=first)
 
@@ -355,8 +357,7 @@ class ReduceBucket(AllreduceGradients):
             self._onto = onto
             self._repeat(self._prepared, context, memory, op, **options)
         self.word = place.word()
-        # With the first bucket.
-        self._look = None if bucket.index else part.look_at()
+        self._look = part.look_at()
         self.further_words = () if self._look is None else self._look.words
 
     def _repeat(
