@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import arraycomm as ac
+from arraycomm._training import rounds
 from arraycomm.testing import run
 from tests.support.on_ranks import each_rank_of
 
@@ -290,6 +291,31 @@ def different_numbers_of_evaluations(comm: ac.Communicator) -> None:
 def test_ranks_in_different_steps_raise_on_all(comm: ac.Communicator, train, match: str) -> None:
     with pytest.raises(ac.MismatchError, match=match):
         train(comm)
+
+
+def test_a_step_after_a_whole_backward_pass_is_prepared_by_the_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    in_steps: list[int] = []
+    reduce = rounds.ReduceBucket.__init__
+
+    def noted(self: Any, context: Any, owner: Any, part: Any) -> None:
+        in_steps.extend([part.place.step] * part.place.stepping)
+        reduce(self, context, owner, part)
+
+    monkeypatch.setattr(rounds.ReduceBucket, "__init__", noted)
+
+    def train(comm: ac.Communicator) -> float:
+        weight = torch.nn.Parameter(torch.zeros(1))
+        optimizer = ac.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), comm=comm)
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            (weight * comm.rank).sum().backward()
+            optimizer.step()
+        return float(weight.detach())
+
+    assert run(3, train) == [-STEPS] * 3
+    assert in_steps == [1] * 3
 
 
 def test_gradients_that_cannot_be_reduced_are_refused_by_name(
