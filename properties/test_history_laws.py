@@ -101,6 +101,8 @@ class Turn(NamedTuple):
     eighths: int
     elements: int
     tensors: bool
+    # Which call it is: the subject itself, or a relative of it with this number.
+    relative: int
 
 
 class History(NamedTuple):
@@ -109,6 +111,7 @@ class History(NamedTuple):
     slots: tuple[int, int, int]
     chunk: int
     check: bool
+    seed: int
     subjects: list[Subject]
     turns: list[Turn]
 
@@ -124,7 +127,7 @@ def subject(seed: int, chunk: int, size: int) -> Subject:
     return Subject(name, dtype, op, (count,), root)
 
 
-def relative(seed: int, like: Subject, size: int) -> Subject:
+def relative(seed: str, like: Subject, size: int) -> Subject:
     """Return a call that is like another one but for one thing."""
     some = random.Random(seed)
     [count], own = like.shape, dtype_of(like.dtype)
@@ -157,6 +160,7 @@ def turn(seed: int, size: int) -> Turn:
         eighths=some.choice((-8, -4, -1, 0, *range(1, 9))),
         elements=some.randint(-1, 1),
         tensors=torch and some.random() < 0.3,
+        relative=some.choice((0, 0, 0, 1, 2, 3)),
     )
 
 
@@ -169,13 +173,10 @@ SEEDS: Final = st.integers(0, 2**24 - 1)
 def histories(draw: st.DrawFn) -> History:
     """Draw a history; it shrinks to few turns."""
     chunk, size = draw(st.sampled_from((1 << 10, 4 << 10))), rank_count()
-    first, *others = draw(st.lists(SEEDS, min_size=2, max_size=4))
-    called = [subject(first, chunk, size)]
-    for seed in others:
-        alike = seed % 5
-        called.append(relative(seed, called[0], size) if alike else subject(seed, chunk, size))
+    called = [subject(seed, chunk, size) for seed in draw(st.lists(SEEDS, min_size=1, max_size=3))]
     turns = [turn(seed, size) for seed in draw(st.lists(SEEDS, min_size=8, max_size=20))]
-    return History(draw(st.sampled_from(SLOTS)), chunk, draw(st.booleans()), called, turns)
+    slots, check = draw(st.sampled_from(SLOTS)), draw(st.sampled_from((True, True, False)))
+    return History(slots, chunk, check, draw(SEEDS), called, turns)
 
 
 class Player:
@@ -185,8 +186,8 @@ class Player:
         self.history, self.parent = history, comm
         self.comm = comm.dup(check=history.check)
         self.rank, self.size = comm.rank, comm.size
-        self.plans: dict[int, Any] = {}
-        self.memory: dict[int, Array] = {}
+        self.plans: dict[Subject, Any] = {}
+        self.memory: dict[Subject, Array] = {}
         # Requests with what they give, and results that stay as they are.
         self.late: list[tuple[Any, Array | None, Subject]] = []
         self.kept: list[tuple[Array, Array, Subject]] = []
@@ -202,7 +203,7 @@ class Player:
             check_elements(got, want, subject.op)
 
     def take(self, turn: Turn, number: int, *, last: bool) -> None:
-        subject = self.history.subjects[turn.subject % len(self.history.subjects)]
+        subject = self.called(turn)
         rows = [self.values(subject, number, rank) for rank in range(self.size)]
         want = CALLS[subject.name][1](subject, rows, self.rank)
         if last and turn.before == "others":
@@ -211,7 +212,7 @@ class Player:
             self.refuse(turn, subject, rows[self.rank])
         unusual = turn.unusual in (self.rank, -1)
         place = turn.place if unusual and subject.name not in TREES else "new"
-        x, out = self.placed(place, turn, rows[self.rank], want)
+        x, out = self.placed(place, turn, subject, rows[self.rank], want)
         passed = [ranked_as(each, turn.tensors) for each in (x, out)]
         if turn.way in ("wait", "late") and subject.name not in TREES:
             request = self.begin(f"i{subject.name}", subject, *passed)
@@ -221,7 +222,7 @@ class Player:
             got = request.wait()
         else:
             limit = {"timeout": 60.0} if turn.way == "full" else {}
-            got = self.call(turn.subject, subject, *passed, **limit)
+            got = self.call(subject, *passed, **limit)
         assert out is None or got is passed[1]
         alone = subject.name in FROM_ROOT and self.rank != subject.root
         assert got is None or alone or type(got) is type(passed[0])
@@ -231,6 +232,12 @@ class Player:
             x.flags.writeable = True
             x[...] = 1
 
+    def called(self, turn: Turn) -> Subject:
+        subject = self.history.subjects[turn.subject % len(self.history.subjects)]
+        if not turn.relative:
+            return subject
+        return relative(f"{self.history.seed} {turn.relative}", subject, self.size)
+
     def values(self, subject: Subject, number: int, rank: int) -> Array:
         """Return what a rank has in a turn."""
         seeded = np.random.default_rng((number, rank, *subject.shape))
@@ -238,7 +245,7 @@ class Player:
         return (drawn > 0 if subject.dtype == "bool" else drawn / 3).astype(subject.dtype)
 
     def placed(
-        self, place: str, turn: Turn, x: Array, want: Array | None
+        self, place: str, turn: Turn, subject: Subject, x: Array, want: Array | None
     ) -> tuple[Array, Array | None]:
         """Return the array in other memory, and memory for the result."""
         if place == "sliced":
@@ -257,7 +264,7 @@ class Player:
         # In memory that is used again in the turns that follow.
         n, m = x.size, want.size
         shift = min(max(max(n, m) * turn.eighths // 8 + turn.elements, -m), n)
-        memory = self.memory.setdefault(turn.subject, np.zeros(n + 2 * m, x.dtype))
+        memory = self.memory.setdefault(subject, np.zeros(n + 2 * m, x.dtype))
         own = memory[m : m + n].reshape(x.shape)
         own[...] = x
         return own, memory[m + shift : 2 * m + shift].reshape(want.shape)
@@ -268,31 +275,31 @@ class Player:
             passed, *CALLS[subject.name][0](subject, self.size), out=out
         )
 
-    def call(self, number: int, subject: Subject, x: Any, out: Any, **limit: float) -> Any:
+    def call(self, subject: Subject, x: Any, out: Any, **limit: float) -> Any:
         if subject.name == "tree":
             return ac.allreduce_tree([x], subject.op, comm=self.comm, **limit)[0]
         if subject.name != "plan":
             passed = None if subject.name in FROM_ROOT and self.rank != subject.root else x
             arguments = CALLS[subject.name][0](subject, self.size)
             return getattr(self.comm, subject.name)(passed, *arguments, out=out, **limit)
-        if number not in self.plans:
-            self.plans[number] = self.comm.plan([x], subject.op)
-        return self.plans[number]([x], **limit)[0]
+        if subject not in self.plans:
+            self.plans[subject] = self.comm.plan([x], subject.op)
+        return self.plans[subject]([x], **limit)[0]
 
     def refuse(self, turn: Turn, subject: Subject, x: Array) -> None:
         """Pass on one rank what is not like the others', a root that is no integer, or no array."""
         wrong, other = self.rank == subject.root, subject
         passed: Any = x.copy()
-        if wrong and subject.name == "plan" and turn.subject in self.plans:
+        if wrong and subject.name == "plan" and subject in self.plans:
             # Of another dtype with elements as long, or of another shape.
             kind = "u" if x.dtype.kind == "i" else "i"
-            passed = x.view(f"{kind}{x.itemsize}") if turn.elements else np.repeat(x, 2, axis=1)
+            passed = x.view(f"{kind}{x.itemsize}") if turn.elements else np.repeat(x, 2, axis=0)
         elif wrong and subject.name in ROOTED and turn.elements:
             other = subject._replace(root=float(subject.root))  # type: ignore[arg-type]
         elif wrong:
             passed = object()
         with pytest.raises((TypeError, ValueError) if wrong else ac.PeerError):
-            self.call(turn.subject, other, passed, None)
+            self.call(other, passed, None)
 
     def use_others(self) -> None:
         """Make two more communicators, and drop them in another order on each rank."""
