@@ -23,9 +23,10 @@ from arraycomm._protocol.waits.waiting import wait_for
 # Tags that programs hardly use: of what a rank says to rank 0, and of what that says.
 _TO_FIRST: Final = (1 << 20) + 7
 _FROM_FIRST: Final = (1 << 20) + 8
-# What they say: that they are there, that they still are, that all are, that they have given up;
-# and rank 0 to those that wait, and to those that come too late, why all give up.
-_HERE, _STILL_HERE, _ALL_HERE, _GIVES_UP, _IN_VAIN, _TOO_LATE = b"h", b"s", b"a", b"g", b"v", b"l"
+# What they say: that they are there, that they still are, that all are, that they have given up, or why they do not
+# come; rank 0 to those that wait, and to those that come too late, why all give up; and that no more follows.
+_HERE, _STILL_HERE, _ALL_HERE, _GIVES_UP, _STAYS_AWAY = b"h", b"s", b"a", b"g", b"n"
+_IN_VAIN, _TOO_LATE, _LAST = b"v", b"l", b"e"
 # The longest message, and how many ranks one names.
 _LONGEST: Final = 512
 # Seconds in which rank 0, which is there, says for whom it has waited in vain; and those in which a
@@ -135,6 +136,31 @@ def meet(mpi_comm: Any, what: str, timeout: float) -> None:
         meeting(mpi_comm, what, timeout).run()
 
 
+def stay_away(mpi_comm: Any, why: str) -> None:
+    """Let ranks that are in a meeting, or come to one, know that this one does not; `forget` ends that."""
+    text = why.encode()[: _LONGEST - 1]
+    for rank in range(1, mpi_comm.size) if mpi_comm.rank == 0 else (0,):
+        if mpi_comm.rank == 0:
+            _post(mpi_comm, _TOO_LATE + text, rank, _FROM_FIRST)
+        else:
+            _post(mpi_comm, _STAYS_AWAY + text, rank, _TO_FIRST)
+
+
+def forget(mpi_comm: Any) -> None:
+    """Take what was said of meetings that did not come about; collective."""
+    from mpi4py import MPI
+
+    first = mpi_comm.rank == 0
+    others = range(1, mpi_comm.size) if first else range(1)
+    for rank in others:
+        _post(mpi_comm, _LAST, rank, _FROM_FIRST if first else _TO_FIRST)
+    for rank in others:
+        text = bytearray(_LONGEST)
+        while text[:1] != _LAST:
+            tag = _TO_FIRST if first else _FROM_FIRST
+            mpi_comm.Recv([text, MPI.BYTE], rank, tag)
+
+
 class _Meeting:
     """One rank's part."""
 
@@ -176,9 +202,7 @@ class _Meeting:
         raise NotImplementedError
 
     def _post(self, text: bytes, rank: int, tag: int) -> None:
-        # Kept until MPI has taken it, which it may do after this rank has gone on.
-        _POSTED.append((self._comm.Isend([text, len(text), _byte()], rank, tag), text))
-        _POSTED[:] = [posted for posted in _POSTED if not posted[0].Test()]
+        _post(self._comm, text, rank, tag)
 
     def _take(self, tag: int) -> tuple[int, bytes] | None:
         """Return who has sent a message with this tag, and the message; None if nobody has."""
@@ -202,6 +226,8 @@ class _First(_Meeting):
         super().__init__(comm, what, timeout)
         self._absent = set(range(1, comm.size))
         self._gave_up: list[int] = []
+        # Why ranks do not come.
+        self._away: dict[int, str] = {}
 
     def done(self) -> bool:
         while taken := self._take(_TO_FIRST):
@@ -211,9 +237,11 @@ class _First(_Meeting):
                 self._post(_HERE, rank, _FROM_FIRST)
             elif text == _STILL_HERE:
                 self._absent.discard(rank)
+            elif text[:1] == _STAYS_AWAY:
+                self._away[rank] = text[1:].decode(errors="replace")
             else:
                 self._gave_up.append(rank)
-        return not self._absent or bool(self._gave_up)
+        return not self._absent or bool(self._gave_up or self._away)
 
     def end(self) -> None:
         # MPI shows what ranks have sent before they gave up one after the other.
@@ -224,6 +252,9 @@ class _First(_Meeting):
             text = f"{name_ranks(sorted(self._gave_up))} had given up waiting for rank 0"
             self._tell(text, self._absent.union(range(1, self._comm.size)))
             raise PeerError(f"{self._what}: {text}", rank=self._gave_up[0])
+        for rank, text in self._away.items():
+            self._tell(text, set(range(1, self._comm.size)))
+            raise PeerError(f"{self._what}: {text}", rank=rank)
         for rank in range(1, self._comm.size):
             self._post(_ALL_HERE, rank, _FROM_FIRST)
 
@@ -274,8 +305,13 @@ class _Other(_Meeting):
         raise self._timed_out(self.missing() or "ranks that rank 0 waits for")
 
 
-# Messages that MPI has not taken yet.
+# Messages that MPI has not taken yet, which it may do after this rank has gone on.
 _POSTED: Final[list[tuple[Any, bytes]]] = []
+
+
+def _post(comm: Any, text: bytes, rank: int, tag: int) -> None:
+    _POSTED.append((comm.Isend([text, len(text), _byte()], rank, tag), text))
+    _POSTED[:] = [posted for posted in _POSTED if not posted[0].Test()]
 
 
 def _byte() -> Any:

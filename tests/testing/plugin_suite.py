@@ -176,6 +176,13 @@ def test_end_of_a_fixture_fails_on_one_rank(ends_badly, comm) -> None:
 
 
 @only_processes
+def test_others_are_in_init_when_a_rank_fails() -> None:
+    if os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK")) == "1":
+        raise LookupError("before init")
+    ac.init()
+
+
+@only_processes
 def test_world_is_closed_by_a_failure() -> None:
     world = ac.init()
     if world.rank == 1:

@@ -74,6 +74,7 @@ FAILED = {
     "test_passes_unexpectedly": ("XPASS", ""),
     "test_fixture_fails_on_one_rank": ("OSError: a fixture of one rank", "rank 1 of 3"),
     "test_end_of_a_fixture_fails_on_one_rank": ("OSError: the end of a fixture", "rank 1 of 3"),
+    "test_others_are_in_init_when_a_rank_fails": ("LookupError: before init", "rank 1 of 3"),
     "test_world_is_closed_by_a_failure": ("LookupError: of one process", "rank 1 of 3"),
     "test_hangs_on_one_rank": ("CommTimeoutError: ", "of 3"),
     "test_law_of_plain_mpi4py": ("x=25,", "rank 1 of 2"),
@@ -92,7 +93,8 @@ FAILED = {
     "test_waits_for_a_message_of_a_rank_that_has_ended": ("PeerError: rank 1 has reached", ""),
 }
 OF_PROCESSES = {
-    *("test_world_is_closed_by_a_failure", "test_law_of_plain_mpi4py", "runTest"),
+    *("test_others_are_in_init_when_a_rank_fails", "test_world_is_closed_by_a_failure"),
+    *("test_law_of_plain_mpi4py", "runTest"),
     *("test_message_that_nobody_receives", *(name for name in FAILED if "test_waits_in" in name)),
     *("test_request_is_left", "test_waits_for_a_message_of_a_rank_that_has_ended"),
 }
@@ -141,6 +143,9 @@ def test_stacks_of_a_failure_and_of_a_hang_are_those_of_the_user(ranks) -> None:
     assert re.search(r"ranks? 0.*raised arraycomm.PeerError: rank 1 failed", said)
     sources = re.findall(r"^(\S+):\d+: ", said, re.MULTILINE)
     assert sources == ["tests/testing/plugin_suite.py"]
+    if ranks is not None:
+        said = _run(ranks).section("test_others_are_in_init_when_a_rank_fails")
+        assert "ranks 0, 2 raised arraycomm.PeerError: init: rank 1 does not come" in said
     hanging = _run(ranks).section("test_hangs_on_one_rank")
     assert hanging.count("in test_hangs_on_one_rank") >= 2
     assert "time.sleep(60.0 if LAUNCHED else 0.01)" in hanging

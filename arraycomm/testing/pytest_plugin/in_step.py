@@ -89,6 +89,7 @@ class _Test:
     # What its communicator is made over, on the ranks that run it.
     link: Transport | None
     timeout: float
+    job: Job
     comm: Communicator | None = None
     last: LastStep | None = None
     # The last step of the world, which a failure on this rank ends.
@@ -99,6 +100,8 @@ class _Test:
     parts: list[Any] = field(default_factory=list)
     # Whether a wait or the test has taken too long on this rank.
     is_late: bool = False
+    # Whether ranks that come to `init` are told that this one does not.
+    is_away: bool = False
 
     def open(self) -> Communicator:
         """Make its communicator."""
@@ -108,6 +111,10 @@ class _Test:
 
     def end_communication(self, error: BaseException | None) -> None:
         """Let the other ranks know that this one makes no more calls."""
+        ends_run = isinstance(error, (KeyboardInterrupt, pytest.exit.Exception))
+        if error is not None and not ends_run and not has_world() and not self.is_away:
+            self.is_away = True
+            self.job.stay_away(f"raised {type(error).__name__}: {error}")
         if error is not None and self.world is None and not is_skip(error):
             self.world = leave_world(describe_exception(error))
         if self.last is not None or self.size == 0:
@@ -132,6 +139,7 @@ class Ended:
     parts: list[Any]
     left: Left
     world_closed: bool
+    is_away: bool
 
 
 def _within_limit(when: str) -> Any:
@@ -274,7 +282,7 @@ class InStep:
         link = self._job.links.of(size) if size else None
         if size and link is None:
             item.setup = item.runtest = _nothing
-        self._test = test = _Test(item, size, link, counts.timeout_of(item))
+        self._test = test = _Test(item, size, link, counts.timeout_of(item), self._job)
         item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
         runtestprotocol(item, log=False, nextitem=nextitem)
         reports, self._test = self._agreed_reports(test), None
@@ -391,7 +399,7 @@ class InStep:
             self._limit.waiting = True
             left = self._leave(test)
             closed = test.world is not None or world_is_closed()
-            ended = Ended(test.outcomes, test.parts, left, closed)
+            ended = Ended(test.outcomes, test.parts, left, closed, test.is_away)
             everyone: list[Ended] = self._exchange(f"the end of {test.item.nodeid}", ended)
         except (GaveUp, pytest.exit.Exception) as error:
             # Another rank may have given up a moment earlier.
@@ -423,6 +431,8 @@ class InStep:
         """Free the test's communicator, and replace what it has left closed."""
         if test.size:
             self._job.links.let_go(test.comm, test.size, [ended.left for ended in everyone])
+        if any(ended.is_away for ended in everyone):
+            self._job.come_again()
         if any(ended.world_closed for ended in everyone):
             world = test.world or leave_world("")
             together = world is not None and world.together(_ENDING)
@@ -489,6 +499,8 @@ class InStep:
     def _leave_run(self) -> None:
         """End the waits of ranks that are in the same test, or already in the next one."""
         if self._test is not None:
+            # No rank would forget it.
+            self._test.is_away = True
             self._test.end_communication(RuntimeError(self._why))
             lasts = [self._test.last, self._test.world]
         else:

@@ -16,7 +16,7 @@ from arraycomm._communicator import Communicator
 from arraycomm._errors import PeerError
 from arraycomm._launch import Launch
 from arraycomm._launch.places import host, namespaces
-from arraycomm._start.meeting import meet
+from arraycomm._start.meeting import forget, meet, stay_away
 from arraycomm._start.over_mpi import mpi_transport, refuse_other_launcher
 from arraycomm.testing._ranks.rank_links import RankLinks
 from arraycomm.testing.pytest_plugin.warned import Recorded
@@ -44,8 +44,9 @@ class Job:
         refuse_other_launcher(launch)
         from mpi4py import MPI
 
-        meet(MPI.COMM_WORLD, "pytest", seconds)
-        self._control = Communicator.from_mpi(MPI.COMM_WORLD, timeout=None)
+        self._world = MPI.COMM_WORLD
+        meet(self._world, "pytest", seconds)
+        self._control = Communicator.from_mpi(self._world, timeout=None)
         self.rank, self.size = self._control.rank, self._control.size
         # The processes that rank 0 sees, and that see its files.
         places = self._control.allgather_object(((host(), namespaces()), os.getpid()))
@@ -76,6 +77,14 @@ class Job:
                 pytest.exit(f"the run ends: rank {rank} is at {other}, this rank at {kind}", 1)
         self.over = False
         return [said for _, said in replies]
+
+    def stay_away(self, why: str) -> None:
+        """Let ranks that are in `init`, or come to it, know that this one does not in this test."""
+        stay_away(self._world, f"rank {self.rank} does not come, as it {why}")
+
+    def come_again(self) -> None:
+        """Forget who has stayed away; collective."""
+        forget(self._world)
 
     def abort(self) -> None:
         """End all processes of the job."""
