@@ -29,7 +29,7 @@ from properties.test_machine import LAUNCHED
 from tests.support import internals
 
 Array = np.ndarray[Any, Any]
-DTYPES: Final = ("bool", "int8", "int32", "int64", "float32", "float64", "complex64")
+DTYPES: Final = ("bool", "int8", "uint8", "int32", "int64", "float32", "float64", "complex64")
 # Bytes that a rank reads more of others' slots, the most of a slot, and those of all slots between nodes.
 SLOTS: Final = (*[(0, 4 << 10, 4 << 10)] * 3, internals.slots())
 torch: Any = "torch" in ranked.installed_frameworks() and importlib.import_module("torch")
@@ -101,7 +101,7 @@ class Turn(NamedTuple):
     eighths: int
     elements: int
     tensors: bool
-    # Which call it is: the subject itself, or a relative of it with this number.
+    # With which relative of the subject it takes turns; 0 for none.
     relative: int
 
 
@@ -116,67 +116,69 @@ class History(NamedTuple):
     turns: list[Turn]
 
 
-def subject(seed: int, chunk: int, size: int) -> Subject:
+def subject(some: random.Random, chunk: int, size: int) -> Subject:
     """Return a call of a few elements, or of up to nine chunks and one element more or less."""
-    some = random.Random(seed)
-    dtype, chunks = some.choice(DTYPES), some.choice((*[0] * 6, 1, 2, 3, 5, 8, 9, 9))
+    dtype, chunks = some.choice(DTYPES), some.choice((*[0] * 9, 1, 2, 3, 5, 8, 9, 9))
     count = chunks * chunk // (dtype_of(dtype).itemsize * size) + some.randint(-1, 3)
-    count = count if chunks else some.choice((0, *[1, 2, 3, 30, 60] * 2))
+    count = count if chunks else some.choice((0, *[1, 2, 3, 30, 60] * 3))
     op = some.choice(OPS[family(dtype_of(dtype))])
-    name, root = some.choice([*["allreduce"] * 12, *["plan"] * 2, *CALLS]), some.randrange(size)
+    name, root = some.choice([*["allreduce"] * 18, *["plan"] * 4, *CALLS]), some.randrange(size)
     return Subject(name, dtype, op, (count,), root)
 
 
-def relative(seed: str, like: Subject, size: int) -> Subject:
-    """Return a call that is like another one but for one thing."""
-    some = random.Random(seed)
+def relative(number: int, seed: int, like: Subject, size: int) -> Subject:
+    """Return a call that is like another one but for one thing; the first one's elements are as long."""
+    some = random.Random(f"{seed} {number}")
     [count], own = like.shape, dtype_of(like.dtype)
     dtypes = [each for each in DTYPES if like.op in OPS[family(dtype_of(each))]]
     as_long = [each for each in dtypes if dtype_of(each).itemsize == own.itemsize]
+    other = some.choice([each for each in as_long if each != like.dtype] or dtypes)
     changes: list[dict[str, Any]] = [
-        *[{"dtype": some.choice([each for each in as_long if each != like.dtype] or dtypes)}] * 3,
         {"dtype": some.choice(dtypes)},
         {"op": some.choice(OPS[family(own)])},
         *[{"shape": some.choice(((count, 1), (1, count), (count + 1,)))}] * 2,
         {"root": some.randrange(size)},
         {"name": some.choice([*CALLS])},
     ]
-    return like._replace(**some.choice(changes))
+    return like._replace(**({"dtype": other} if number == 1 else some.choice(changes)))
 
 
-def turn(seed: int, size: int) -> Turn:
+def turn(some: random.Random, size: int) -> Turn:
     """Return a turn of a subject whose number is a remainder."""
-    some = random.Random(seed)
-    way = some.choice((*["call"] * 3, "full", "wait", "late"))
-    places = ("new", *["out"] * 2, *["shifted"] * 2, "sliced", "into", "odd")
+    relative = some.choice((*[0] * 4, *[1] * 3, 2, 3))
+    way = some.choice((*["call"] * (12 if relative else 3), "full", "wait", "late"))
+    places = ("new", *["out"] * 3, *["shifted"] * 3, "sliced", "into", "into", "odd")
     return Turn(
         subject=some.randrange(6),
-        times=some.randint(1, 4),
+        times=some.randint(2 if relative else 1, 4),
         way=way,
-        before=some.choice(("", "", "refused", "others")),
+        before=some.choice(("", "", "refused", "refused", "others")),
         # Only in memory of their own do requests stay outstanding.
         place="new" if way == "late" else some.choice(places),
         unusual=some.choice((-1, some.randrange(size))),
         eighths=some.choice((-8, -4, -1, 0, *range(1, 9))),
         elements=some.randint(-1, 1),
-        tensors=torch and some.random() < 0.3,
-        relative=some.choice((*[0] * 5, 1, 2, 3)),
+        tensors=torch and some.random() < 0.2,
+        relative=relative,
     )
 
 
 # What Hypothesis draws itself is much alike from example to example, since it varies few examples. Of a longer range
 # it would draw small numbers most of the time.
 SEEDS: Final = st.integers(0, 2**24 - 1)
+NUMBERS: Final = st.integers(0, 999)
 
 
 @st.composite
 def histories(draw: st.DrawFn) -> History:
     """Draw a history; it shrinks to few turns."""
-    chunk, size = draw(st.sampled_from((1 << 10, 4 << 10))), rank_count()
-    called = [subject(seed, chunk, size) for seed in draw(st.lists(SEEDS, min_size=1, max_size=2))]
-    turns = [turn(seed, size) for seed in draw(st.lists(SEEDS, min_size=8, max_size=20))]
-    slots, check = draw(st.sampled_from(SLOTS)), draw(st.sampled_from((True, True, True, False)))
-    return History(slots, chunk, check, draw(SEEDS), called, turns)
+    seed, size = draw(SEEDS), rank_count()
+    some = random.Random(seed)
+    slots, chunk = some.choice(SLOTS), some.choice((1 << 10, 4 << 10))
+    called = [subject(some, chunk, size) for _ in range(some.randint(1, 2))]
+    numbers = draw(st.lists(NUMBERS, min_size=8, max_size=20))
+    turns = [turn(random.Random(f"{seed} {number}"), size) for number in numbers]
+    return History(slots, chunk, some.random() < 0.85, seed, called, turns)
 
 
 class Player:
@@ -197,13 +199,12 @@ class Player:
         for turn in self.history.turns:
             for time in range(turn.times):
                 made += 1
-                self.take(turn, made, last=time + 1 == turn.times)
+                self.take(turn, made, self.called(turn, time), last=time + 1 == turn.times)
         self.settle()
         for got, want, subject in self.kept:
             check_elements(got, want, subject.op)
 
-    def take(self, turn: Turn, number: int, *, last: bool) -> None:
-        subject = self.called(turn)
+    def take(self, turn: Turn, number: int, subject: Subject, *, last: bool) -> None:
         rows = [self.values(subject, number, rank) for rank in range(self.size)]
         want = CALLS[subject.name][1](subject, rows, self.rank)
         if last and turn.before == "others":
@@ -232,11 +233,11 @@ class Player:
             x.flags.writeable = True
             x[...] = 1
 
-    def called(self, turn: Turn) -> Subject:
+    def called(self, turn: Turn, time: int) -> Subject:
         subject = self.history.subjects[turn.subject % len(self.history.subjects)]
-        if not turn.relative:
+        if not turn.relative or time % 2 == 0:
             return subject
-        return relative(f"{self.history.seed} {turn.relative}", subject, self.size)
+        return relative(turn.relative, self.history.seed, subject, self.size)
 
     def values(self, subject: Subject, number: int, rank: int) -> Array:
         """Return what a rank has in a turn."""
@@ -294,7 +295,7 @@ class Player:
             # Of another dtype with elements as long, or of another shape.
             kind = "u" if x.dtype.kind == "i" else "i"
             longer = *x.shape[:-1], x.shape[-1] + 1
-            passed = x.view(f"{kind}{x.itemsize}") if turn.elements else np.resize(x, longer)
+            passed = x.view(f"{kind}{x.itemsize}") if turn.eighths % 2 else np.resize(x, longer)
         elif wrong and subject.name in ROOTED and turn.elements:
             other = subject._replace(root=float(subject.root))  # type: ignore[arg-type]
         elif wrong:
