@@ -23,8 +23,9 @@ from arraycomm._protocol.waits.waiting import wait_for
 # Tags that programs hardly use: of what a rank says to rank 0, and of what that says.
 _TO_FIRST: Final = (1 << 20) + 7
 _FROM_FIRST: Final = (1 << 20) + 8
-# What they say: that they are there, that they still are, that all are, that they have given up, or why they do not
-# come; rank 0 to those that wait, and to those that come too late, why all give up; and that no more follows.
+# What they say: that they are there, that they still are, that all are, that they have given up,
+# or why they do not come; rank 0 to those that wait, and to those that come too late, why all give
+# up; and that no more follows.
 _HERE, _STILL_HERE, _ALL_HERE, _GIVES_UP, _STAYS_AWAY = b"h", b"s", b"a", b"g", b"n"
 _IN_VAIN, _TOO_LATE, _LAST = b"v", b"l", b"e"
 # The longest message, and how many ranks one names.
@@ -137,7 +138,10 @@ def meet(mpi_comm: Any, what: str, timeout: float) -> None:
 
 
 def stay_away(mpi_comm: Any, why: str) -> None:
-    """Let ranks that are in a meeting, or come to one, know that this one does not; `forget` ends that."""
+    """Let ranks that are in a meeting, or come to one, know why this one does not.
+
+    It holds until all ranks call `forget`.
+    """
     text = why.encode()[: _LONGEST - 1]
     for rank in range(1, mpi_comm.size) if mpi_comm.rank == 0 else (0,):
         if mpi_comm.rank == 0:

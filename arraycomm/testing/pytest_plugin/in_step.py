@@ -21,7 +21,7 @@ from _pytest.runner import runtestprotocol
 
 from arraycomm._callsite import describe_exception, trim
 from arraycomm._communicator import Communicator
-from arraycomm._errors import CommTimeoutError
+from arraycomm._errors import CommTimeoutError, PeerError
 from arraycomm._transports.base import Transport
 from arraycomm.testing._failures import is_skip
 from arraycomm.testing._internals import (
@@ -111,8 +111,9 @@ class _Test:
 
     def end_communication(self, error: BaseException | None) -> None:
         """Let the other ranks know that this one makes no more calls."""
-        ends_run = isinstance(error, (KeyboardInterrupt, pytest.exit.Exception))
-        if error is not None and not ends_run and not has_world() and not self.is_away:
+        # The rank whose error it was has told of it; and at the end of the run nobody would forget.
+        others = (PeerError, KeyboardInterrupt, pytest.exit.Exception)
+        if not (error is None or isinstance(error, others) or has_world() or self.is_away):
             self.is_away = True
             self.job.stay_away(f"raised {type(error).__name__}: {error}")
         if error is not None and self.world is None and not is_skip(error):
