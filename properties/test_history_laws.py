@@ -7,11 +7,13 @@ way that many megabytes do.
 from __future__ import annotations
 
 import importlib
+import os
 import random
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
+import hypothesis
 import numpy as np
 import pytest
 from hypothesis import strategies as st
@@ -29,6 +31,8 @@ from properties.test_machine import LAUNCHED
 from tests.support import internals
 
 Array = np.ndarray[Any, Any]
+# A few find little, and take seconds.
+EXAMPLES: Final = hypothesis.settings(max_examples=max(25, int(os.environ.get("EXAMPLES") or 25)))
 DTYPES: Final = ("bool", "int8", "uint8", "int32", "int64", "float32", "float64", "complex64")
 # Bytes that a rank reads more of others' slots, the most of a slot, and those of all slots between nodes.
 SLOTS: Final = (*[(0, 4 << 10, 4 << 10)] * 3, internals.slots())
@@ -147,7 +151,7 @@ def turn(some: random.Random, size: int) -> Turn:
     """Return a turn of a subject whose number is a remainder."""
     relative = some.choice((*[0] * 4, *[1] * 3, 2, 3))
     way = some.choice((*["call"] * (12 if relative else 3), "full", "wait", "late"))
-    places = ("new", *["out"] * 3, *["shifted"] * 3, "sliced", "into", "into", "odd")
+    places = ("new", *["out"] * 2, *["shifted"] * 4, "sliced", "into", "into", "odd")
     return Turn(
         subject=some.randrange(6),
         times=some.randint(2 if relative else 1, 4),
@@ -338,6 +342,7 @@ def ranked_as(array: Array | None, tensor: bool) -> Any:
 class Histories:
     """Subclasses say over what."""
 
+    @EXAMPLES
     @given(history=histories(), timeout=60.0)
     def test_calls_made_again_give_what_numpy_says(
         self, comm: ac.Communicator, history: History

