@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
@@ -13,7 +12,6 @@ import pytest
 import arraycomm as ac
 from arraycomm._reduce import chunks, selection
 from arraycomm._transports.base import Transport
-from arraycomm.testing import run
 from tests.support import internals
 from tests.support.on_ranks import OnRanks, each_rank_of
 
@@ -80,34 +78,6 @@ def test_repeated_calls_are_counted(comm: ac.Communicator) -> None:
         assert (stats["calls"], stats["bytes"]) == (calls, calls * COUNT * 8)
 
 
-@pytest.mark.parametrize(
-    ("other", "said"),
-    [
-        (lambda comm, x: comm.allreduce(x[1:]), r"\(69999,\)"),
-        (lambda comm, x: comm.allreduce(x, "max"), r"allreduce\(max\)"),
-        (lambda comm, x: comm.allreduce(x.astype(np.float32)), "float32"),
-        (lambda comm, x: comm.barrier(), "barrier"),
-        (lambda comm, x: comm.allreduce(x[:3]), r"\(3,\)"),
-    ],
-)
-@each_rank_of(3)
-def test_another_call_on_one_rank_raises_on_all(comm: ac.Communicator, other, said: str) -> None:
-    warmed(comm)
-    call = other if comm.rank == 1 else type(comm).allreduce
-    with pytest.raises(ac.MismatchError, match=said):
-        call(comm, own(comm.rank))
-
-
-@each_rank_of(3)
-def test_what_is_wrong_with_one_rank_raises_in_step(comm: ac.Communicator) -> None:
-    wrong = comm.rank == 2
-    for x, out in ((own(comm.rank), np.zeros(3)), (own(comm.rank)[:4], np.zeros((2, 2)))):
-        right = comm.allreduce(x)
-        with pytest.raises(ValueError if wrong else ac.PeerError, match="shape"):
-            comm.allreduce(x, out=out if wrong else None)
-        np.testing.assert_array_equal(comm.allreduce(x), right)
-
-
 def test_too_little_memory_on_one_rank_raises_in_step(
     on_ranks: OnRanks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -164,19 +134,6 @@ def test_error_on_the_way_ends_the_communicator(
     on_ranks(3, check)
 
 
-@each_rank_of(3)
-def test_requests_that_are_outstanding_come_first(comm: ac.Communicator) -> None:
-    warmed(comm)
-    late = comm.rank == 2
-    if late:
-        time.sleep(0.05)
-    request = comm.iallreduce(own(comm.rank, 1))
-    if late:
-        np.testing.assert_array_equal(request.wait(), total(3, 1))
-    np.testing.assert_array_equal(comm.allreduce(own(comm.rank)), total(3))
-    np.testing.assert_array_equal(request.wait(), total(3, 1))
-
-
 # Small tensors, which are read in a quicker way from the second call on.
 
 
@@ -220,27 +177,6 @@ def test_tensors_that_are_refused_are_refused_also_later(
             comm.allreduce(passed["x"], out=passed["out"])
     assert comm.allreduce(torch.ones(3), out=out) is out
     assert out.tolist() == [2.0] * 3
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "bool"])
-@each_rank_of(3, "torch")
-def test_small_tensors_get_tensors(comm: ac.Communicator, dtype: str, torch) -> None:
-    kind = getattr(torch, dtype)
-    for turn in range(3):
-        x = torch.full((2, 2), turn > 0, dtype=kind)
-        memory = torch.full((4, 4), 9).to(kind)
-        for out in (None, torch.empty(2, 2, dtype=kind), memory[::2, ::2], memory[:2].t()[:2]):
-            got = comm.allreduce(x, "max", out=out)
-            assert out is None or got is out
-            assert got.dtype == kind
-            assert got.tolist() == x.tolist()
-        if turn:
-            with pytest.raises((TypeError, ac.PeerError), match="out must have dtype"):
-                comm.allreduce(x, "max", out=torch.empty(2, 2, dtype=torch.float64))
-            with pytest.raises((ValueError, ac.PeerError), match="out must have the shape"):
-                comm.allreduce(x, "max", out=torch.empty(4, dtype=kind))
-            with pytest.raises((BufferError, ac.PeerError), match="elements of out share"):
-                comm.allreduce(x, "max", out=torch.empty(1, dtype=kind).expand(2, 2))
 
 
 @each_rank_of(2, "torch")
@@ -368,13 +304,3 @@ def test_a_prepared_call_beside_another_raises_on_all(comm: ac.Communicator, nam
             ANOTHER[name](trial, x)
         trial.free()
     assert len(said) == len(ANOTHER) - 1
-
-
-def test_root_that_equals_one_before_is_checked_all_the_same() -> None:
-    def check(comm: ac.Communicator) -> None:
-        for _ in range(4):
-            comm.bcast(np.ones(3), root=1)
-        with pytest.raises(TypeError, match="root must be an integer"):
-            comm.bcast(np.ones(3), root=1.0)  # type: ignore[arg-type]
-
-    run(2, check)

@@ -221,18 +221,6 @@ def test_another_tree_on_one_rank_raises_on_all(comm: Communicator, error, messa
     assert plan(tree)["a"].tolist() == [comm.size] * 3
 
 
-@each_rank_of(2)
-def test_plans_that_repeat_are_told_apart(comm: Communicator) -> None:
-    short, long = {"w": np.ones(3)}, {"w": np.ones(4)}
-    total, most, of_long = comm.plan(short, "sum"), comm.plan(short, "max"), comm.plan(long, "sum")
-    for _ in range(4):
-        assert total(short)["w"].tolist() == [comm.size] * 3
-        assert most(short)["w"].tolist() == [1] * 3
-        assert of_long(long)["w"].tolist() == [comm.size] * 4
-    with pytest.raises(ValueError, match=r"^Plan: tree\['w'\] must be float64 \(3,\)"):
-        total(long)
-
-
 @pytest.mark.parametrize("odd", ["shape", "op", "tree"])
 @each_rank_of(3)
 def test_plans_that_differ_raise_when_they_are_made(comm: Communicator, odd) -> None:
