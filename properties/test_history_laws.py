@@ -130,11 +130,8 @@ def subject(some: random.Random, chunk: int, size: int) -> Subject:
     count = chunks * chunk // (dtype_of(dtype).itemsize * size) + some.randint(-1, 3)
     count = count if chunks else some.choice((0, *[1, 2, 3, 30, 60] * 3))
     op = some.choice(OPS[family(dtype_of(dtype))])
-    name, root = (
-        some.choice([*["allreduce"] * 16, *["plan"] * 3, *ROOTED, *CALLS]),
-        some.randrange(size),
-    )
-    return Subject(name, dtype, op, (count,), root)
+    name = some.choice([*["allreduce"] * 16, *["plan"] * 3, *ROOTED, *CALLS])
+    return Subject(name, dtype, op, (count,), some.randrange(size))
 
 
 def relative(number: int, seed: int, like: Subject, size: int) -> Subject:
@@ -187,7 +184,7 @@ def histories(draw: st.DrawFn) -> History:
     some = random.Random(seed)
     slots, chunk = some.choice(SLOTS), some.choice((1 << 10, 4 << 10))
     called = [subject(some, chunk, size) for _ in range(some.randint(1, 2))]
-    numbers = draw(st.lists(NUMBERS, min_size=10, max_size=24))
+    numbers = draw(st.lists(NUMBERS, min_size=10, max_size=24, unique=True))
     turns = [turn(random.Random(f"{seed} {number}"), size) for number in numbers]
     return History(slots, chunk, some.random() < 0.9, seed, called, turns)
 
