@@ -336,6 +336,14 @@ ALGORITHMS: Final = (
 
 ARRAYS: Final = (
     Fault(
+        "strong dtypes made weak: results of JAX give way to the dtypes of other arrays",
+        "arraycomm/_arrays/frameworks/jax.py",
+        '    if not getattr(source, "weak_type", False) or made.dtype',
+        '    if not getattr(source, "weak_type", False) and made.dtype',
+        ("layout_and_framework_do_not_matter",),
+        frameworks=True,
+    ),
+    Fault(
         "layout ignored: elements are sent in the order in which they lie in memory",
         _PLACEMENT,
         "    flat: Array = source.array.reshape(-1)",

@@ -81,6 +81,13 @@ HISTORIES: Final = (
         run=_MPI,
     ),
     Fault(
+        "dtype of a repeated call: the native part takes an array of another dtype for one before",
+        "arraycomm/_native/exchange.c",
+        "self->ops[entry] == op && exchange->dtype == dtype && has_form",
+        "self->ops[entry] == op && has_form",
+        _AGAIN,
+    ),
+    Fault(
         "dtype of a plan's leaf: the native part takes leaves of any dtype for a plan's",
         "arraycomm/_native/leaves.c",
         "!= type || !has_dtype(array, dtype)) return",

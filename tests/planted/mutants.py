@@ -34,7 +34,7 @@ _TORCH: Final = [
     for name in ("adapter", "training", "batchnorm", "data", "collectives")
 ]
 TESTS: Final = {
-    "_arrays": "tests/arrays",
+    "_arrays": "tests/arrays tests/adapters/test_jax_collectives.py",
     "_calls": "tests/collectives",
     "_collectives": "tests/collectives",
     "_prepared": "tests/collectives tests/native",
@@ -51,7 +51,7 @@ TESTS: Final = {
     "_trace": "tests/trace tests/cli/test_trace.py tests/collectives/test_trace.py",
     "_training": f"tests/training {_ADAPTERS}",
     "_transports": "tests/transports tests/collectives",
-    "_trees": "tests/trees",
+    "_trees": "tests/trees tests/collectives/test_refusals.py",
     "cli": "tests/cli",
     "testing": "tests/testing",
     "adapters/jax": "tests/adapters/test_jax_adapter.py tests/adapters/test_jax_collectives.py",
@@ -60,7 +60,7 @@ TESTS: Final = {
     "adapters/torch": " ".join((*_TORCH, "tests/training")),
     "adapters/torch_distributed": "tests/adapters/test_torch_distributed.py",
     "adapters": "tests/adapters",
-    "": "tests/session tests/collectives tests/test_errors.py tests/test_callsite.py",
+    "": "tests/adapters/test_torch_compile.py tests/session tests/collectives tests/test_errors.py tests/test_callsite.py",
 }
 _SWAPPED: Final[dict[type[ast.AST], str]] = {
     ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==",
@@ -80,6 +80,7 @@ EQUIVALENT: Final[dict[str, str]] = {
     "if following > len(self.waiting) - 1:": "after all have come, nothing comes but inner passes",
     "saved = by_slices + (widest if nodes == 2 else widest + 1)": "an estimate of which is quicker",
     "if number <= 0:": "folded by NumPy",
+    "self._data: Bytes = np.empty((0 + 1), np.uint8)": "the length of the root alone is read",
     "or out.shape == self._shape": "the native part looks as well",
     'return _several("(", key, ")" if len(key) == 1 else ",)", sort=False)': "still unique",
     'return _several("(", key, ")" if len(key) != (1 + 1) else ",)", sort=False)': "still unique",
@@ -114,7 +115,8 @@ def _of_file(path: Path) -> Iterator[Mutant]:
     text = path.read_text(encoding="utf-8")
     name = path.relative_to(ROOT).as_posix()
     file = f"arraycomm/{name}" if name.startswith("adapters") else name
-    framed, compiled = "adapters" in name or "training" in name, "_folds" not in name
+    framed = any(part in name for part in ("adapters", "training", "frameworks"))
+    compiled = "_folds" not in name
     for line, after in _in_python(text) if path.suffix == ".py" else _in_c(text):
         fault = Fault("mutant: changed", file, text, after, (), "threads", framed, compiled)
         shown = [each.splitlines()[line - 1].strip() for each in (text, after)]

@@ -23,6 +23,9 @@ def check_like(got: Any, like: Any) -> Array:
     # For an input without a namespace the result is a NumPy array.
     kind = np.ndarray if isinstance(like, (memoryview, DLPackOnly)) else type(like)
     assert type(got) is kind, f"got {type(got).__name__}, not {kind.__name__}"
+    # Those of JAX that are let other arrays' dtypes win.
+    weak = getattr(got, "weak_type", False)
+    assert weak == getattr(like, "weak_type", False), f"its dtype is {'' if weak else 'not '}weak"
     found = elements_of(got)
     assert found.flags.c_contiguous, f"the result has strides {found.strides}"
     return found
