@@ -12,18 +12,16 @@ import threading
 import time
 from collections.abc import Generator, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
 import pytest
 from _pytest.runner import runtestprotocol
 
-from arraycomm._callsite import describe_exception, trim
+from arraycomm._callsite import trim
 from arraycomm._communicator import Communicator
-from arraycomm._errors import CommTimeoutError, PeerError
-from arraycomm._transports.base import Transport
-from arraycomm.testing._failures import is_skip
+from arraycomm._errors import CommTimeoutError
 from arraycomm.testing._internals import (
     LastStep,
     communicator_over,
@@ -42,7 +40,7 @@ from arraycomm.testing._ranks.interrupt import Interruption
 from arraycomm.testing._ranks.rank_links import Left, can_take_up, fault_of
 from arraycomm.testing._ranks.threads import SLACK
 from arraycomm.testing.pytest_plugin import counts
-from arraycomm.testing.pytest_plugin.job import END_OF_RUN, EndOfRun, Job
+from arraycomm.testing.pytest_plugin.job import END_OF_RUN, TOGETHER, EndOfRun, Job, Running
 from arraycomm.testing.pytest_plugin.limits import GaveUp, Limit
 from arraycomm.testing.pytest_plugin.measured import combine_on_rank_0
 from arraycomm.testing.pytest_plugin.outcomes import (
@@ -68,8 +66,6 @@ from arraycomm.testing.pytest_plugin.selection import (
 from arraycomm.testing.pytest_plugin.warned import Warned
 from arraycomm_pytest import fixtures_of, takes_comm
 
-# Seconds after which ranks that wait for one another have all timed out, if one has.
-_TOGETHER: Final = 1.0
 # Seconds in which the ranks come to the last step of a communicator if one of them is late.
 _ENDING: Final = 5.0
 _USAGE, _INTERNAL = pytest.ExitCode.USAGE_ERROR, pytest.ExitCode.INTERNAL_ERROR
@@ -77,59 +73,6 @@ _USAGE, _INTERNAL = pytest.ExitCode.USAGE_ERROR, pytest.ExitCode.INTERNAL_ERROR
 _ABORTED: Final = 60.0
 
 Phase = Generator[None, Any, Any]
-
-
-@dataclass
-class _Test:
-    """The test that runs, as far as its ranks are concerned."""
-
-    item: Any
-    # The number of ranks of its communicator; 0 if it takes none.
-    size: int
-    # What its communicator is made over, on the ranks that run it.
-    link: Transport | None
-    timeout: float
-    job: Job
-    comm: Communicator | None = None
-    last: LastStep | None = None
-    # The last step of the world, which a failure on this rank ends.
-    world: LastStep | None = None
-    reports: list[pytest.TestReport] = field(default_factory=list)
-    outcomes: list[Outcome] = field(default_factory=list)
-    # Subtests that have failed on this rank, as pytest serializes their reports.
-    parts: list[Any] = field(default_factory=list)
-    # Whether a wait or the test has taken too long on this rank.
-    is_late: bool = False
-    # Whether ranks that come to `init` are told that this one does not.
-    is_away: bool = False
-
-    def open(self) -> Communicator:
-        """Make its communicator."""
-        assert self.link is not None
-        self.comm = communicator_over(self.link, self.timeout)
-        return self.comm
-
-    def end_communication(self, error: BaseException | None) -> None:
-        """Let the other ranks know that this one makes no more calls."""
-        # The rank whose error it was has told of it; and at the end of the run nobody would forget.
-        others = (PeerError, KeyboardInterrupt, pytest.exit.Exception)
-        if not (error is None or isinstance(error, others) or has_world() or self.is_away):
-            self.is_away = True
-            self.job.stay_away(f"raised {type(error).__name__}: {error}")
-        if error is not None and self.world is None and not is_skip(error):
-            self.world = leave_world(describe_exception(error))
-        if self.last is not None or self.size == 0:
-            return
-        if self.comm is None and error is not None and self.link is not None:
-            # The others wait for it in the test, to which this rank does not come.
-            self.open()
-        if self.comm is None:
-            return
-        if isinstance(error, CommTimeoutError):
-            self.is_late = True
-            # The other ranks that wait are to time out as well, and show where they wait.
-            time.sleep(min(self.timeout, _TOGETHER))
-        self.last = LastStep(self.comm, "" if error is None else describe_exception(error))
 
 
 @dataclass
@@ -173,7 +116,7 @@ class InStep:
             be_quiet(config, job.rank)
         self._progress: Any = None
         self._limit: Any = None
-        self._test: _Test | None = None
+        self._test: Running | None = None
         self._errors: dict[str, Any] = {}
         self._warned = Warned(config)
         config.pluginmanager.register(self._warned, "arraycomm-warnings")
@@ -283,7 +226,7 @@ class InStep:
         link = self._job.links.of(size) if size else None
         if size and link is None:
             item.setup = item.runtest = _nothing
-        self._test = test = _Test(item, size, link, counts.timeout_of(item), self._job)
+        self._test = test = Running(item, size, link, counts.timeout_of(item), self._job)
         item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
         runtestprotocol(item, log=False, nextitem=nextitem)
         reports, self._test = self._agreed_reports(test), None
@@ -336,7 +279,7 @@ class InStep:
             raise
         return result
 
-    def _end_by_error(self, test: _Test, raised: BaseException) -> None:
+    def _end_by_error(self, test: Running, raised: BaseException) -> None:
         trim(raised)
         function = getattr(test.item, "obj", None)
         draws = getattr(function, "is_hypothesis_test", False)
@@ -349,7 +292,7 @@ class InStep:
             )
         test.end_communication(raised)
 
-    def _end_in_step(self, test: _Test) -> None:
+    def _end_in_step(self, test: Running) -> None:
         """Hold a test that has passed here to what it does on the other ranks."""
         __tracebackhide__ = True
         if test.comm is None:
@@ -390,10 +333,10 @@ class InStep:
         if self._test is not None and self._limit.inside and report.failed:
             self._test.parts.append(serialized(self._config, report))
 
-    def _agreed_reports(self, test: _Test) -> list[pytest.TestReport]:
+    def _agreed_reports(self, test: Running) -> list[pytest.TestReport]:
         """Return the reports of a test, which are the same on every rank."""
         # Who waits for this rank in the world does not see that it has failed.
-        tells = threading.Timer(_TOGETHER, test.world.tell if test.world else _nothing)
+        tells = threading.Timer(TOGETHER, test.world.tell if test.world else _nothing)
         try:
             if test.world is not None:
                 tells.start()
@@ -419,7 +362,7 @@ class InStep:
             reports[-1].outcome, reports[-1].longrepr = "failed", fault
         return [*parts_of_others(self._config, self.rank, parts), *reports]
 
-    def _leave(self, test: _Test) -> Left:
+    def _leave(self, test: Running) -> Left:
         if test.comm is None:
             return Left()
         test.end_communication(None)
@@ -428,7 +371,7 @@ class InStep:
         in_step, clean = test.last.complete(_ENDING if test.is_late else test.timeout)
         return Left(in_step, clean, *left_behind(test.comm))
 
-    def _start_anew(self, test: _Test, everyone: list[Ended]) -> None:
+    def _start_anew(self, test: Running, everyone: list[Ended]) -> None:
         """Free the test's communicator, and replace what it has left closed."""
         if test.size:
             self._job.links.let_go(test.comm, test.size, [ended.left for ended in everyone])
@@ -450,11 +393,11 @@ class InStep:
                     free = all(self._exchange("a world", take_up_rest(world.comm)))
                 renew_world(free=free)
 
-    def _give_up(self, test: _Test) -> list[pytest.TestReport]:
+    def _give_up(self, test: Running) -> list[pytest.TestReport]:
         """Report a test that does not end on some rank, and end the run."""
         self._limit.end()
         self._stuck = True
-        time.sleep(_TOGETHER)
+        time.sleep(TOGETHER)
         ranks, crash, text = self._progress.stuck(test.item.nodeid)
         who = ranks_text(ranks) if ranks else "another rank"
         report = next(r for r in reversed(test.reports) if r.when != "teardown")
@@ -508,7 +451,7 @@ class InStep:
             comms = [communicator_over(link, 1.0) for link in self._job.links.kept()]
             lasts = [*(LastStep(comm, self._why) for comm in comms), leave_world(self._why)]
         for last in filter(None, lasts):
-            last.complete(2 * _TOGETHER)
+            last.complete(2 * TOGETHER)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> Phase:
