@@ -241,6 +241,13 @@ GROUPS: Final = (
 
 PROCESSES: Final = (
     Fault(
+        "end of a ring: what goes on at the beginning of a ring is read from its second byte on",
+        "arraycomm/_transports/processes/rings.py",
+        "into[first:count] = self._data[: count - first]",
+        "into[first:count] = self._data[1 : count - first + 1]",
+        ("a_ring_gives_what_it_was_given",),
+    ),
+    Fault(
         "MPI's root: a long array is broadcast by MPI's rank 0",
         _MPI,
         "Movement(self.mpi_comm.Ibcast, [buffer, MPI.BYTE], root)",
