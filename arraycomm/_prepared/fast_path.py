@@ -8,8 +8,7 @@ If anything is unusual they hand over.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from time import perf_counter
@@ -26,31 +25,24 @@ from arraycomm._calls.placement import Destination, HostPlacement, check_order
 from arraycomm._calls.requests import Ended, Request, noting
 from arraycomm._calls.runner import OperationClass, Runner
 from arraycomm._calls.statistics import Count
-from arraycomm._callsite import CallSite, call_site, find_call_site
-from arraycomm._collectives.movements import FromRoot
+from arraycomm._callsite import call_site
 from arraycomm._collectives.reductions import Allreduce
-from arraycomm._errors import ConcurrentUseError, TransportError
-from arraycomm._folds import in_c
-from arraycomm._native import compiled
+from arraycomm._errors import ConcurrentUseError
+from arraycomm._prepared.exchanged import Exchanged, nbytes_of
 from arraycomm._prepared.fast_paths import ONCE, FastPath
+from arraycomm._prepared.on_device import DevicePath
 from arraycomm._prepared.steps import DIGEST, Call, Form, Step, moving, step_of, step_on_device
-from arraycomm._protocol.agreement import UndeliveredError, agree
+from arraycomm._protocol.agreement import UndeliveredError
 from arraycomm._protocol.header import MAX_DIMS, Headers, Signature, encode
-from arraycomm._protocol.task import Finished
-from arraycomm._protocol.waits.waiting import give_up_core
 from arraycomm._reduce import chunks
 from arraycomm._reduce.algorithms import allreduce
 from arraycomm._transports.base import Steps
 
-# At ranks that are a little later, before a call on devices is made in full.
-_LOOKS: Final = 200
 # In bytes: smaller results are not aligned.
 _FEW: Final = 4096
 _PLAIN: Final = (np.ndarray, type(None))
 # What is sent, the memory for the result, and what makes of that what the caller gets.
 _Found = tuple[Any, Any, Callable[[], Any] | None]
-# What lets a thread use the result of a call on a device, if it is not in the caller's stream.
-_Follow = Callable[[], None] | None
 
 
 def call(
@@ -239,124 +231,6 @@ def keep_allreduce(runner: Runner, key: tuple[Any, ...], x: Any, op: str) -> Non
         paths.keep(key, path)
         if type(x) is np.ndarray and guard is None:
             paths.repeats.remember(op, path.exchange)
-
-
-class Exchanged(FastPath):
-    """Calls whose headers the native part exchanges, like one for which an operation was `made`."""
-
-    # Up to how many bytes travel with the header of a call on devices, as in the full call.
-    room = -1
-
-    def __init__(self, runner: Runner, call: Call, step: Step, made: Any = None) -> None:
-        group, control = runner.group, runner.group.control
-        self._runner, self._group, self._engine = runner, group, group.engine
-        self._placement: HostPlacement | None = runner.placements.host
-        self._negotiable = False
-        self._call, self._signature = call, step.signature
-        self._current = (call.operation.name, None)
-        share, (sends, sent), (gets, given) = step.share, _size(step.sends), _size(step.gets)
-        fold, dtype = -1, None
-        if step.gets is not None:
-            dtype = step.gets.dtype
-            fold = -1 if share.op is None else in_c.number_of(share.op, dtype)
-        part = given // max(len(share.ranks), 1) if fold < 0 else given
-        self.exchange: Any = compiled.Exchange(
-            memory=control.slots,
-            rank=control.rank,
-            size=control.size,
-            slot=control.slot,
-            header=step.header,
-            headers=step.headers,
-            takes=(sends, sent),
-            gives=(gets, given),
-            ranks=(share.ranks.start, share.ranks.stop),
-            place=share.part * part,
-            fold=fold,
-            dtype=dtype,
-            control=control,
-            queue=group.engine.queue,
-            turn=group.engine.turn,
-            path=self,
-            patient=group.transport.spins > 0,
-            nodes=control.native,
-        )
-
-    @staticmethod
-    def arguments(x: Any, rest: tuple[Any, ...], out: Any) -> tuple[Any, ...]:
-        """Return what an operation is made of, beside its context."""
-        return x, *rest, out
-
-    @staticmethod
-    def arrays(x: Any) -> Sequence[Any]:
-        """Return what may be on a device of what the call is given."""
-        return (x,)
-
-    @staticmethod
-    def fits(call: Call, made: Any) -> bool:
-        """Return whether a call of arrays on devices that was made may have a fast path."""
-        return True
-
-    @staticmethod
-    def taken_apart(result: Any) -> list[Any]:
-        """Return the arrays of a result."""
-        return [] if result is None else [result]
-
-    @staticmethod
-    def whole(x: Any, results: list[Any]) -> Any:
-        """Return the result of these arrays, of a call of `x`."""
-        return results[0] if results else None
-
-    def free(self) -> None:
-        """Let go of the native part's object, which has this one, and the memory of the slots."""
-        self.exchange = None
-
-    def await_others(self) -> None:
-        """Wait until every rank has posted this step, where the native part has stopped."""
-        control = self._group.control
-        control.go_on()
-        self._group.watchdog.current = self._current
-        self._engine.wait_for(control.done, handle=control)
-
-    def give_up(self, error: BaseException) -> None:
-        """End the group: other ranks may have gone on, and no later call would fit theirs."""
-        self._engine.interrupted = self._group.control
-        self._group.close(error)
-        if isinstance(error, TransportError):
-            self._group.watchdog.explain_failure(error)
-
-    def settle(self, x: Any, out: Any) -> Any:
-        """Raise on every rank if calls differ; else make the rest of the call in full."""
-        steps = self._settling(x, out, None)
-        result = self._engine.run(self._group.guarded(steps))
-        self._runner.follow()
-        return result
-
-    def _settling(self, x: Any, out: Any, site: str | None) -> Steps:
-        key, operation, rest = self._call
-        if isinstance(operation, type) and issubclass(operation, FromRoot):
-            # What ranks show may be another array of the root from now on.
-            self._runner.fast_paths.drop(key)
-        control, negotiable = self._group.control, self._negotiable
-        agreeing = agree(control, self._signature, negotiable=negotiable, site=site)
-        arguments = self.arguments(x, rest, out)
-        return self._runner.settling(agreeing, site, self._placement, operation, *arguments)
-
-    def handed_over(self, deliver: Callable[[], Any]) -> Any:
-        """Return the result of a call that is over for the other ranks."""
-        try:
-            return deliver()
-        except Exception as error:
-            UndeliveredError(error).name(self._call.operation.name)
-            raise
-
-
-def _size(form: Form | None) -> tuple[tuple[int, ...], int]:
-    return ((), 0) if form is None else (form.shape, nbytes_of(form))
-
-
-def nbytes_of(form: Form) -> int:
-    """Return the bytes of an array."""
-    return math.prod(form.shape) * form.dtype.itemsize
 
 
 class SmallCall(Exchanged):
@@ -578,127 +452,3 @@ class LargeAllreduce(Exchanged):
 
     def count(self) -> Count:
         return Count("allreduce", self._calls, self._calls * self._nbytes, self._seconds)
-
-
-class DevicePath(Exchanged):
-    """The fast path of calls with arrays on devices; `prepared` puts them there.
-
-    Most go ahead of the check of their headers. The next call checks the header, or a thread that
-    looks before. The others wait for it.
-    """
-
-    def __init__(
-        self, runner: Runner, call: Call, step: Step, found: tuple[Any, Any], kind: type[Exchanged]
-    ) -> None:
-        super().__init__(runner, call, step)
-        prepared, made = found
-        # Made in full, each goes where its arrays are.
-        self._placement, self._ahead = None, made.may_go_ahead
-        self._kind = kind
-        # As the class has it, in an attribute of this object.
-        self.arguments = kind.arguments  # type: ignore[method-assign]
-        self._prepared, self._nbytes, self._copies = prepared, made.nbytes, made.copies
-        self._negotiable = made.negotiable
-        self._calls, self._seconds = 0, 0.0
-
-    def __call__(self, x: Any, out: Any) -> Any:
-        with self._engine.turn:
-            started = perf_counter()
-            found = self._look(x, out, beside=False)
-            if found is None:
-                return NotImplemented
-            if not self._ahead and not self._meet():
-                return self.settle(x, out)
-            prepared = self._prepared
-            self._put(prepared, found, find_call_site(3), beside=False)
-            result = self._kind.whole(x, prepared.deliver(found, out))
-            self._seconds += perf_counter() - started
-            return result
-
-    def start(self, x: Any, out: Any) -> Any:
-        # As in `SmallCall.start`.
-        site, ended, engine = find_call_site(3), Ended(), self._engine
-        with engine.turn:
-            found = self._look(x, out, beside=True)
-            if found is None:
-                return NotImplemented
-            if not self._ahead and not self._meet():
-                steps, after = self._settling(x, out, str(site)), self._runner.placements.after
-                steps = noting(steps, after, self._group.control, ended)
-                result = engine.run(self._group.guarded(steps))
-            else:
-                prepared = self._prepared
-                ended.follow = self._put(prepared, found, site, beside=True)
-                result = self._kind.whole(x, prepared.deliver(found, out))
-            task = Finished(result, engine.outcomes, site)
-        return Request(self._group, task, site, ended)
-
-    def _look(self, x: Any, out: Any, *, beside: bool) -> Any:
-        """Look at the arrays of a call; None if it has to be made in full."""
-        prepared = self._prepared
-        # A check of the header before may end the group.
-        if prepared is None or not self._is_idle() or self._group.closed is not None:
-            return None
-        return prepared.look(self._kind.arrays(x), out, beside=beside)
-
-    def _meet(self) -> bool:
-        """Show the header, and wait for those of the others; return whether they are as before."""
-        self._group.watchdog.current = self._current
-        return bool(self.exchange.meet())
-
-    def _put(self, prepared: Any, found: Any, site: CallSite, *, beside: bool) -> _Follow:
-        """Put a call on the device, and return what lets its caller use the result."""
-        group = self._group
-        try:
-            follow = self._begin(prepared, found, site, beside)
-            group.watchdog.check_given_up()
-        except BaseException as error:
-            if isinstance(error, TransportError) and group.deferred_error is not None:
-                # Another thread has ended the group, and with it what this call was in.
-                raise group.closed_error(self._signature.operation) from error
-            self.give_up(error)
-            raise
-        self._calls += 1
-        return follow
-
-    def _begin(self, prepared: Any, found: Any, site: CallSite, beside: bool) -> _Follow:
-        group, control, placements = self._group, self._group.control, self._runner.placements
-        if not self._ahead:
-            return placements.put(prepared, found, lambda _: None, beside=beside)
-        group.watchdog.current = self._current
-        follow = placements.put(prepared, found, self.exchange.post, beside=beside)
-        agreeing = agree(control, self._signature, site=site)
-        self._engine.follow(group.guarded(agreeing, deferred=True))
-        # What checks that header in the next call.
-        group.kept[DevicePath] = self._engine.follower, self.exchange
-        if control.native is not None:
-            control.go_on()
-        return follow
-
-    def _is_idle(self) -> bool:
-        """Return whether nothing is outstanding, after a look at the header of the call before."""
-        engine = self._engine
-        if not engine.queue:
-            return True
-        follower, exchange = self._group.kept.get(DevicePath, (None, None))
-        if follower is not None and engine.follower is follower:
-            return engine.end_follower(partial(self._has_agreed, exchange))
-        engine.advance()
-        return not engine.queue
-
-    def _has_agreed(self, exchange: Any) -> bool:
-        """Return whether all ranks have shown the header of the call before; wait for a moment."""
-        done = self._group.control.done
-        for _ in range(_LOOKS):
-            if done():
-                return bool(exchange.finish(None))
-            give_up_core()
-        return False
-
-    def free(self) -> None:
-        super().free()
-        self._prepared = None
-
-    def count(self) -> Count:
-        calls, name = self._calls, self._call.operation.name
-        return Count(name, calls, calls * self._nbytes, self._seconds, calls * self._copies)

@@ -9,7 +9,7 @@ from arraycomm._calls.runner import Runner
 from arraycomm._calls.statistics import Count
 from arraycomm._collectives.neighbors import NeighborAlltoall
 from arraycomm._collectives.objects import ObjectOperation
-from arraycomm._prepared.fast_path import Exchanged
+from arraycomm._prepared.exchanged import Exchanged
 from arraycomm._prepared.steps import Call, Step
 
 

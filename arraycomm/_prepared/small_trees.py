@@ -13,7 +13,8 @@ from arraycomm._arrays.views import view
 from arraycomm._calls.runner import OperationClass, Runner
 from arraycomm._calls.statistics import Count
 from arraycomm._folds import fold
-from arraycomm._prepared.fast_path import Exchanged, call
+from arraycomm._prepared.exchanged import Exchanged
+from arraycomm._prepared.fast_path import call
 from arraycomm._prepared.fast_paths import FastPath
 from arraycomm._prepared.steps import Call, Form, Step
 from arraycomm._trees.buffers import BYTE

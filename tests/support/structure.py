@@ -143,7 +143,6 @@ LIMITS = {
 USERS = "_communicator:Communicator"
 # What is larger today: it may shrink, not grow, and nothing is added.
 LARGER = {
-    "_prepared.fast_path": 646,
     "_messages.messages": 684,
     "_exit.exit": 507,
     "_messages.messages:Messenger": 48,
