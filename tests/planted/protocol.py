@@ -94,6 +94,15 @@ HEADERS: Final = (
         compiled=True,
     ),
     Fault(
+        "gradients of a rank alone: a recorded bucket on devices does not see that a rank lacks one",
+        "arraycomm/_trees/reduce.py",
+        "        if self._found is not None and agreement.calls is None:\n            self._reduced",
+        "        if self._found is not None:\n            self._reduced",
+        _PROGRAMS,
+        run="properties/test_device_laws.py",
+        compiled=True,
+    ),
+    Fault(
         "root not compared: headers are alike if roots differ",
         _HEADER,
         "    return digest(signature.operation, signature.op, signature.root)",
