@@ -32,7 +32,7 @@ HEADERS: Final = (
     ),
     Fault(
         "header ahead: a prepared call on devices does not look at the header of the call before",
-        "arraycomm/_prepared/fast_path.py",
+        "arraycomm/_prepared/on_device.py",
         "                return bool(exchange.finish(None))",
         "                return True",
         _PROGRAMS,
@@ -68,7 +68,7 @@ HEADERS: Final = (
     ),
     Fault(
         "headers of the root: a prepared broadcast on devices does not compare what ranks show",
-        "arraycomm/_prepared/fast_path.py",
+        "arraycomm/_prepared/on_device.py",
         "        return bool(self.exchange.meet())",
         "        return self.exchange.meet() is not None",
         _PROGRAMS,
