@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import arraycomm as ac
 from arraycomm import Communicator
 from arraycomm._cuda import selection
-from arraycomm._training.rounds import Bucket, Place, Rounds
+from arraycomm._training.rounds import Bucket, Part, Place, Rounds
 from arraycomm.testing import run
 from arraycomm.testing._arrays.oracle import expected
 from tests.support.device import in_own_stream, library, linked_devices
@@ -73,7 +73,8 @@ def _bucket(comm: Communicator, x: Any, *, start: bool, sparse: bool = False) ->
     bucket = kept.setdefault((x.dtype, x.shape), Bucket(1, range(2)))
     lacks = sparse and comm.rank == comm.size - 1
     reduce = kept["rounds"].start if start else kept["rounds"].reduce
-    return reduce(bucket, lambda: {0: x, 1: None if lacks else x[:1]}, Place(), may_overwrite=True)
+    gradients = {0: x, 1: None if lacks else x[:1]}
+    return reduce(Part(bucket, lambda: gradients, Place(), may_overwrite=True))
 
 
 def _bucket_and_others(comm: Communicator, x: Any) -> Any:

@@ -745,17 +745,21 @@ def test_arrays_of_the_first_call_are_let_go_though_calls_like_it_are_prepared(c
 def test_what_waits_for_its_header_on_devices_is_recorded(comm, cuda) -> None:
     """Gradients of all ranks, and buckets of optimizers, whose headers have a word of their own each time."""
     from arraycomm._communicator import runner_of
-    from arraycomm._training.rounds import Bucket, Place, Rounds
+    from arraycomm._training.rounds import Bucket, Part, Place, Rounds
 
     placements, put = runner_of(comm).placements, []
     usual = placements.put
     placements.put = lambda *args, **kwargs: put.append(args) or usual(*args, **kwargs)
     tree = {0: _there(_values(comm, 5)), 1: _there(np.ones(3, "int32"))}
     rounds, bucket = Rounds(comm, "sum", {"bucket_bytes": 1 << 20, "compression": None}), None
+
+    def part(number):
+        return Part(bucket, lambda: tree, Place(number), may_overwrite=True)
+
     calls = (
         lambda _: ac.allreduce_gradients(tree, "sum", comm=comm),
-        lambda n: rounds.reduce(bucket, lambda: tree, Place(n), may_overwrite=True).leaves,
-        lambda n: rounds.start(bucket, lambda: tree, Place(n), may_overwrite=True).wait().leaves,
+        lambda n: rounds.reduce(part(n)).leaves,
+        lambda n: rounds.start(part(n)).wait().leaves,
     )
     for call in calls:
         bucket = Bucket(1, range(2))

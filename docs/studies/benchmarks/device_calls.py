@@ -328,21 +328,22 @@ def _gradients(comm: Any, x: Any) -> Any:
 
 @functools.cache
 def _rounds(comm: Any) -> tuple[Any, Any, Any]:
-    """Return the rounds of an optimizer, a bucket and a place."""
-    from arraycomm._training.rounds import Bucket, Place, Rounds
+    """Return the rounds of an optimizer, and what makes a rank's part in one."""
+    from arraycomm._training.rounds import Bucket, Part, Place, Rounds
 
     options = {"bucket_bytes": 25 << 20, "compression": None}
-    return Rounds(comm, "mean", options), Bucket(1, range(6)), Place()
+    part = functools.partial(Part, Bucket(1, range(6)), place=Place(), may_overwrite=True)
+    return Rounds(comm, "mean", options), part
 
 
 def _bucket(comm: Any, x: Any) -> Any:
-    rounds, bucket, place = _rounds(comm)
-    return rounds.reduce(bucket, lambda: _six(type(x)), place, may_overwrite=True)
+    rounds, part = _rounds(comm)
+    return rounds.reduce(part(make=lambda: _six(type(x))))
 
 
 def _bucket_request(comm: Any, x: Any) -> Any:
-    rounds, bucket, place = _rounds(comm)
-    return rounds.start(bucket, lambda: _six(type(x)), place, may_overwrite=True).wait()
+    rounds, part = _rounds(comm)
+    return rounds.start(part(make=lambda: _six(type(x)))).wait()
 
 
 CALLS: Final[dict[str, Callable[[Any, Any], Any]]] = {
