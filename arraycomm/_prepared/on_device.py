@@ -108,7 +108,10 @@ class DevicePath(Exchanged):
     def _begin(self, prepared: Any, found: Any, site: CallSite, beside: bool) -> _Follow:
         group, control, placements = self._group, self._group.control, self._runner.placements
         if not self._ahead:
-            return placements.put(prepared, found, lambda _: None, beside=beside)
+            follow = placements.put(prepared, found, lambda _: None, beside=beside)
+            # So a rank that ends next is missed by nobody in this call.
+            control.completed = control.step
+            return follow
         group.watchdog.current = self._current
         follow = placements.put(prepared, found, self.exchange.post, beside=beside)
         agreeing = agree(control, self._signature, site=site)

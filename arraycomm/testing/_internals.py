@@ -194,6 +194,16 @@ def announce_exit(comm: Communicator, state: int, text: str) -> None:
             group.control.notes.announce_exit(state, group.control.completed, text)
 
 
+def complete_headers(comm: Communicator) -> None:
+    """Wait until all ranks have shown the headers of calls on devices that went ahead of them.
+
+    Until then this rank is missed by those that look later.
+    """
+    for group in group_of(comm).related:
+        if group.engine.follower is not None:
+            group.engine.complete(group.engine.follower)
+
+
 def stop_progress(comm: Communicator, error: Exception | None, seconds: float) -> None:
     """Wait for the threads that drive outstanding requests; with an error, give the requests up."""
     for group in group_of(comm).related:

@@ -19,6 +19,7 @@ from arraycomm import Communicator
 from arraycomm._cuda import streams
 from arraycomm._cuda.links.link import Nothing
 from arraycomm._cuda.links.nccl_link import NcclLink
+from arraycomm.testing import run
 from properties.test_device_laws import KINDS
 from tests.support import internals
 from tests.support.collectives import COLLECTIVES
@@ -697,6 +698,24 @@ def test_header_is_checked_while_a_thread_waits_for_cuda(comm, call, cuda) -> No
     x = _there(np.ones(5 + comm.rank, "float32"))
     with pytest.raises(ac.MismatchError, match=r"float32 \(6,\)"):
         _then_barrier(comm, lambda: getattr(comm, call)(x))
+
+
+@pytest.mark.parametrize("name", [name for name in COLLECTIVES if "v" not in name])
+def test_rank_that_ends_has_completed_the_calls_that_it_made(name, cuda) -> None:
+    """Else ranks whose devices are later take it for one that has left a call."""
+    comms = {}
+
+    def calls(comm: Communicator) -> None:
+        comms[comm.rank] = comm
+        x = _there(_values(comm, 5))
+        for _ in range(4):
+            COLLECTIVES[name](comm, x)
+
+    run(3, in_own_stream(calls))
+    groups = [internals.group(comms[rank]) for rank in range(3)]
+    # Nobody tells itself.
+    left = groups[0].control.notes.exit_notices() | groups[1].control.notes.exit_notices()
+    assert [left[rank].step for rank in range(3)] == [group.control.step for group in groups]
 
 
 @each_rank_of("several", by="on_devices")

@@ -13,7 +13,13 @@ from arraycomm._callsite import describe_exception
 from arraycomm._communicator import Communicator
 from arraycomm._errors import CommTimeoutError, CommunicatorClosedError
 from arraycomm._transports.notes import FAILED, FINISHED
-from arraycomm.testing._internals import announce_exit, completed_step, stop_progress, unseen_error
+from arraycomm.testing._internals import (
+    announce_exit,
+    complete_headers,
+    completed_step,
+    stop_progress,
+    unseen_error,
+)
 from arraycomm.testing._ranks.interrupt import Interruptible, Interruption
 from arraycomm.testing._ranks.schedule import Baton
 
@@ -80,6 +86,7 @@ class RankThread:
             if self._baton is not None:
                 self._baton.enter(self.rank)
             self.result = self._body(self.comm)
+            complete_headers(self.comm)
             part.end()
         except BaseException as error:
             part.end()
