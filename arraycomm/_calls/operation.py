@@ -93,8 +93,6 @@ class Operation:
     negotiable: bool = False
     # What the ranks compare.
     signature: Signature
-    # Of a request, what this rank had put on its device before; see `Order`.
-    begun_after: int | None = None
     # What travels with the header; set by the runner from `pack`.
     payload: Bytes | None = None
     # Where the result goes, on a rank that gets an array.

@@ -22,7 +22,6 @@ from arraycomm._arrays.results import (
 )
 from arraycomm._arrays.views import view
 from arraycomm._dtypes import DType
-from arraycomm._errors import MismatchError
 from arraycomm._protocol.agreement import Agreement, UndeliveredError
 from arraycomm._protocol.group import Group
 from arraycomm._protocol.header import ON_HOST
@@ -136,12 +135,6 @@ class StagedTreePlacement(HostPlacement):
         return found
 
 
-class Order:
-    """How many calls a rank has put where its device waits for others, on all communicators."""
-
-    count = 0
-
-
 class Placements:
     """Decides where the arrays of a call are communicated from; here, always from host memory."""
 
@@ -155,12 +148,6 @@ class Placements:
         # Those of arrays and of trees that are communicated as host memory.
         self.host = HostPlacement(group)
         self.host_tree: HostPlacement = StagedTreePlacement(group)
-        self.order = Order()
-
-    @property
-    def waits_there(self) -> bool:
-        """Whether a device waits for other ranks, and the host goes on."""
-        return False
 
     def of(self, *arrays: Any, is_request: bool = False) -> HostPlacement:
         """Return the placement of a call of these arrays, some of which may be None."""
@@ -246,17 +233,6 @@ class Placements:
     def of_mixed_tree(self, agreement: Agreement) -> HostPlacement:
         """Return the placement of a tree whose leaves are in other places on other ranks."""
         return self.host_tree
-
-
-def check_order(placements: Placements, name: str, begun_after: int | None) -> None:
-    """Raise if a request comes to a device that waits for other ranks behind a later call."""
-    if placements.waits_there and begun_after not in (None, placements.order.count):
-        raise MismatchError(
-            f"{name}: a request of an array on the host met arrays on other ranks' devices after "
-            "this rank had put a later call on its device, where the calls of all communicators "
-            "have one order on all ranks; wait for such a request before the next call, or pass "
-            "an array on the device"
-        )
 
 
 class Destination(NamedTuple):

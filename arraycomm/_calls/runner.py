@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import Any, Final, ParamSpec, Protocol
 
 from arraycomm._calls.operation import Context, Operation
-from arraycomm._calls.placement import HostPlacement, Placements, check_order
+from arraycomm._calls.placement import HostPlacement, Placements
 from arraycomm._calls.requests import Ended, Request, noting
 from arraycomm._calls.statistics import Statistics
 from arraycomm._callsite import call_site, describe_raise, find_call_site, trim
@@ -117,13 +117,12 @@ class Runner:
 
         def prepare(given: HostPlacement | None) -> Operation:
             made = prepare_anew(given)
-            made.begun_after = begun_after
             in_order.append(made.placement.in_order)
             return made
 
         try:
             site, ended = call_site(), Ended()
-            engine, begun_after = self.group.engine, self.placements.order.count
+            engine = self.group.engine
             with engine.turn:
                 prepare_anew = self._preparing(True, operation, *args, **kwargs)
                 program = self._program(operation.name, prepare, site)
@@ -255,8 +254,6 @@ class Runner:
                 with placement.here():
                     again = prepare(None)
                 return (yield from self._steps(again, prepare, site))
-            if agreement.mixed and not placement.in_order:
-                check_order(placements, operation.name, operation.begun_after)
             if placement.tree and agreement.mixed:
                 with placement.here():
                     other = placements.of_mixed_tree(agreement)

@@ -22,7 +22,7 @@ from arraycomm._arrays.current_device import spare_captures
 from arraycomm._arrays.device_memory import DeviceBuffer, DeviceMemory, Event
 from arraycomm._calls.custom_ops import Op
 from arraycomm._calls.operation import Operation
-from arraycomm._calls.placement import HostPlacement, Order, Placements
+from arraycomm._calls.placement import HostPlacement, Placements
 from arraycomm._cuda import arrays
 from arraycomm._cuda.callers import Waiters
 from arraycomm._cuda.device import CudaMemory, DeviceRequest, choose_device, current
@@ -140,7 +140,6 @@ class Devices(Placements):
         self._scratch: DeviceBuffer | None = None
         # Of the headers of one call at a time, which are in order as well.
         self.digests: DeviceBuffer | None = None
-        self.order = group.related[0].kept.setdefault(Order, Order())
         self._looking = threading.Lock()
         group.on_failure.append(self.abort)
         group.on_exit.append(self.finish)
@@ -257,21 +256,15 @@ class Devices(Placements):
 
     # Work under way
 
-    @property
-    def waits_there(self) -> bool:
-        """Whether the device waits for other ranks, and the host goes on."""
-        return self.link is not None and self.link.async_check
-
     def begin(self, memory: DeviceMemory) -> None:
         """Put the beginning of a call on the memory's stream, after work in other streams."""
         if self._last is not None and self._stream != memory.stream:
             self._last.wait_on(memory.stream)
         self._stream = memory.stream
-        if self.waits_there:
+        if self.link is not None and self.link.async_check:
             self._progress = self._progress or _Progress(memory)
             self.digests = self.digests or self._room_for_digests(memory)
             self._progress.begin(memory)
-            self.order.count += 1
             # This thread may have to wait in CUDA for a rank that does not come.
             _watch.add(self)
 
@@ -364,7 +357,6 @@ class Devices(Placements):
         scratch = self._scratch_of(prepared.scratch_bytes, link.memory, stream)
         event = prepared.event_beside() if beside else prepared.event
         number = progress.next()
-        self.order.count += 1
         _watch.add(self)
         done = prepared.begin(found, number, stream, event.handle, scratch.address, show)
         while not done:

@@ -21,7 +21,7 @@ from arraycomm._arrays.frameworks.base import ByAddress
 from arraycomm._arrays.results import allocate_like, commit_out, to_framework, view_out
 from arraycomm._arrays.views import by_address, view
 from arraycomm._calls.operation import NO_SHARE, Context, Operation, Share
-from arraycomm._calls.placement import Destination, HostPlacement, check_order
+from arraycomm._calls.placement import Destination, HostPlacement
 from arraycomm._calls.requests import Ended, Request, noting
 from arraycomm._calls.runner import OperationClass, Runner
 from arraycomm._calls.statistics import Count
@@ -33,7 +33,7 @@ from arraycomm._prepared.fast_paths import ONCE, FastPath
 from arraycomm._prepared.on_device import DevicePath
 from arraycomm._prepared.steps import DIGEST, Call, Form, Step, moving, step_of, step_on_device
 from arraycomm._protocol.agreement import UndeliveredError
-from arraycomm._protocol.header import MAX_DIMS, Headers, Signature, encode
+from arraycomm._protocol.header import MAX_DIMS, Signature, encode
 from arraycomm._reduce import chunks
 from arraycomm._reduce.algorithms import allreduce
 from arraycomm._transports.base import Steps
@@ -273,8 +273,7 @@ class SmallCall(Exchanged):
             if found is None or group.closed is not None:
                 return NotImplemented
             ended = Ended()
-            begun_after = self._runner.placements.order.count
-            steps = self._steps(self.exchange, x, out, *found, site, begun_after, ended)
+            steps = self._steps(self.exchange, x, out, *found, site, ended)
             task = engine.submit(group.guarded(steps), site)
         return Request(group, task, site, ended)
 
@@ -291,7 +290,6 @@ class SmallCall(Exchanged):
         target: Any,
         deliver: Callable[[], Any] | None,
         site: str,
-        begun_after: int,
         ended: Ended,
     ) -> Steps:
         """Make the call as a request, which goes on if the path is given up meanwhile."""
@@ -305,8 +303,6 @@ class SmallCall(Exchanged):
         yield group.control
         if not exchange.finish(target):
             placements = self._runner.placements
-            if len(Headers(group.control).device_flags()) > 1:
-                check_order(placements, name, begun_after)
             settling, found = self._settling(x, out, site), placements.after
             return (yield from noting(settling, found, group.control, ended))
         try:

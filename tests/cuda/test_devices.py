@@ -601,36 +601,6 @@ def test_requests_are_on_the_device_over_nccl_when_their_calls_return(comm, cuda
         one.free()
 
 
-@pytest.mark.parametrize("before", [0, 2])
-@each_rank_of("several", by="on_devices")
-def test_request_of_the_host_that_comes_to_a_device_too_late_is_an_error_on_all(
-    comm, before, cuda
-) -> None:
-    """The other ranks' devices wait in it, and what comes behind it waits with them: nothing else would end that."""
-    x = _there(np.ones(5, "float32"))
-    comms = [comm.dup() for _ in range(2)]
-    for one in comms:
-        one.allreduce(x)
-    if comm.rank == 0:
-        for _ in range(before):
-            # In time: they are waited for.
-            assert (comms[0].iallreduce(np.ones(5, "float32")).wait() == comm.size).all()
-        request = comms[0].iallreduce(np.ones(5, "float32"))
-        comms[1].iallreduce(x)
-        comm.barrier()
-        with pytest.raises(ac.MismatchError, match="wait for such a request before the next call"):
-            request.wait()
-    else:
-        for _ in range(before):
-            comms[0].iallreduce(x).wait()
-        comm.barrier()
-        requests = [one.iallreduce(x) for one in comms]
-        with pytest.raises(ac.PeerError, match="wait for such a request before the next call"):
-            comms[0].barrier()
-        assert (_host(requests[1].wait()) == comm.size).all()
-    assert (_host(comms[1].allreduce(x)) == comm.size).all()
-
-
 @each_rank_of("several", by="on_devices")
 def test_who_waits_in_another_stream_finds_its_result_there(comm, any_link) -> None:
     import cupy
