@@ -177,14 +177,14 @@ def watch_exit() -> None:
 
 
 def _print_in_turn() -> None:
-    """Print what ends the program without mixing it with what other ranks print."""
+    """Print what ends the program: without the library's frames, apart from other ranks' prints."""
     previous = sys.excepthook
 
     def excepthook(kind: Any, error: BaseException, trace: TracebackType | None) -> None:
         typed = _is_typed(trace)
         if not typed:
             _ignore_interrupts()
-        trim(error)  # of the method that was called, too, which has let it pass
+        trim(error)
         by_default = previous is sys.__excepthook__
         try:
             if by_default and (printed := _printed_elsewhere(error)):

@@ -143,26 +143,26 @@ def stay_away(mpi_comm: Any, why: str) -> None:
     It holds until all ranks call `forget`.
     """
     text = why.encode()[: _LONGEST - 1]
-    for rank in range(1, mpi_comm.size) if mpi_comm.rank == 0 else (0,):
-        if mpi_comm.rank == 0:
+    if mpi_comm.rank > 0:
+        _post(mpi_comm, _STAYS_AWAY + text, 0, _TO_FIRST)
+    else:
+        for rank in range(1, mpi_comm.size):
             _post(mpi_comm, _TOO_LATE + text, rank, _FROM_FIRST)
-        else:
-            _post(mpi_comm, _STAYS_AWAY + text, rank, _TO_FIRST)
 
 
 def forget(mpi_comm: Any) -> None:
     """Take what was said of meetings that did not come about; collective."""
     from mpi4py import MPI
 
-    first = mpi_comm.rank == 0
-    others = range(1, mpi_comm.size) if first else range(1)
+    others, out, back = [0], _TO_FIRST, _FROM_FIRST
+    if mpi_comm.rank == 0:
+        others, out, back = list(range(1, mpi_comm.size)), _FROM_FIRST, _TO_FIRST
     for rank in others:
-        _post(mpi_comm, _LAST, rank, _FROM_FIRST if first else _TO_FIRST)
+        _post(mpi_comm, _LAST, rank, out)
     for rank in others:
         text = bytearray(_LONGEST)
         while text[:1] != _LAST:
-            tag = _TO_FIRST if first else _FROM_FIRST
-            mpi_comm.Recv([text, MPI.BYTE], rank, tag)
+            mpi_comm.Recv([text, MPI.BYTE], rank, back)
 
 
 class _Meeting:

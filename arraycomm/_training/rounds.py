@@ -178,7 +178,7 @@ class Bucket:
 
     The first reduction prepares the others of gradients that `fit` slots of one buffer, into which
     they are copied by `fill`. The first one of `nothing`, which a rank has in a step after a
-    backward pass that has reduced all, prepares the others as a `meeting`.
+    backward pass that has reduced all, prepares `prepared_step` for the others.
     """
 
     def __init__(
@@ -193,7 +193,7 @@ class Bucket:
         self.fusions = recent_fusions()
         self.nothing: Leaves = dict.fromkeys(self.numbers)
         self.fill, self._fit = fill, fit
-        self.meeting: _Meeting | None = None
+        self.prepared_step: _PreparedStep | None = None
         self._prepared: _Prepared | None = None
 
     def prepared(self, gradients: Leaves) -> _Prepared | None:
@@ -206,7 +206,7 @@ class Bucket:
     def prepare(self, made: ReduceBucket, gradients: Leaves) -> None:
         """Prepare reductions like this one."""
         if gradients is self.nothing:
-            self.meeting = _Meeting(made)
+            self.prepared_step = _PreparedStep(made)
         elif (
             self._fit is not None
             and len(made.parts.sources) == len(self.numbers)
@@ -229,8 +229,8 @@ class _Prepared:
         self.parts = Parts(list(map(view, slots)), [slot.dtype for slot in slots])
 
 
-class _Meeting:
-    """The reduction of a bucket of which no rank has gradients, prepared: a header and its words.
+class _PreparedStep:
+    """The call of a step that has nothing left to reduce, prepared: a header and its words.
 
     If a rank shows something else, the call goes on in full.
     """
@@ -299,8 +299,8 @@ class Rounds:
     def reduce(self, part: Part) -> Reduced:
         """Reduce a bucket."""
         made: Any = NotImplemented
-        if part.place.has_nothing and part.bucket.meeting is not None:
-            made = part.bucket.meeting.call(self._runner, part, (self, part))
+        if part.place.has_nothing and part.bucket.prepared_step is not None:
+            made = part.bucket.prepared_step.call(self._runner, part, (self, part))
         if made is NotImplemented:
             made = self._runner.call(ReduceBucket, self, part)
         reduced: Reduced = made

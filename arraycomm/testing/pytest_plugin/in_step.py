@@ -40,9 +40,8 @@ from arraycomm.testing._ranks.interrupt import Interruption
 from arraycomm.testing._ranks.rank_links import Left, can_take_up, fault_of
 from arraycomm.testing._ranks.threads import SLACK
 from arraycomm.testing.pytest_plugin import counts
-from arraycomm.testing.pytest_plugin.job import END_OF_RUN, TOGETHER, EndOfRun, Job, Running
+from arraycomm.testing.pytest_plugin.job import END_OF_RUN, EndOfRun, Job
 from arraycomm.testing.pytest_plugin.limits import GaveUp, Limit
-from arraycomm.testing.pytest_plugin.measured import combine_on_rank_0
 from arraycomm.testing.pytest_plugin.outcomes import (
     Outcome,
     loaded,
@@ -54,7 +53,13 @@ from arraycomm.testing.pytest_plugin.outcomes import (
     show_rank,
 )
 from arraycomm.testing.pytest_plugin.progress import Progress
-from arraycomm.testing.pytest_plugin.quiet import be_quiet, leave_terminal, share_directories
+from arraycomm.testing.pytest_plugin.quiet import (
+    be_quiet,
+    combine_on_rank_0,
+    leave_terminal,
+    share_directories,
+)
+from arraycomm.testing.pytest_plugin.running import TOGETHER, Running
 from arraycomm.testing.pytest_plugin.selection import (
     Collected,
     difference,

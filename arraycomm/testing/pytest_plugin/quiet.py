@@ -1,8 +1,9 @@
-"""What only rank 0 writes (terminal, debuggers, reports, cache), and files of one name."""
+"""What only rank 0 writes (terminal, debuggers, reports, coverage, cache); files of one name."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -51,3 +52,30 @@ def leave_terminal(config: pytest.Config) -> None:
     config.add_cleanup(nowhere.close)
     config.pluginmanager.unregister(reporter)
     config.pluginmanager.register(TerminalReporter(config, nowhere), "terminalreporter")
+
+
+def combine_on_rank_0(config: pytest.Config, rank: int, meet: Callable[[], object]) -> None:
+    """Let rank 0 combine the coverage that all ranks have saved; do nothing without pytest-cov.
+
+    Each rank saves a file of its own. `meet` returns when all ranks have called it. If another
+    process has started one job of many, that one combines.
+    """
+    rank = rank or int(config.getoption("mpiexec_per") is not None)
+    plugin: Any = config.pluginmanager.get_plugin("_cov")
+    controller = getattr(plugin, "cov_controller", None)
+    if controller is None:
+        return
+    combine = controller.finish
+
+    def finish() -> None:
+        meet()
+        combine()
+
+    def save() -> None:
+        controller.cov.stop()
+        controller.cov.save()
+        meet()
+
+    controller.finish = save if rank else finish
+    if rank:
+        plugin._should_report = lambda: False
