@@ -173,8 +173,10 @@ def test_rank_stuck_outside_python_ends_the_job() -> None:
 
 HOLDS = """
 import ctypes
+from arraycomm import init
 from arraycomm.testing import given
 from arraycomm.testing._ranks import lockstep as _lockstep
+from arraycomm.testing._ranks.rank_groups import lockstep_over
 
 # Wait in vain for shorter times than usual.
 _lockstep.HOPELESS, _lockstep._LATER = 1.0, 2.0
@@ -182,6 +184,10 @@ _lockstep.HOPELESS, _lockstep._LATER = 1.0, 2.0
 def world():
     from mpi4py import MPI
     return MPI.COMM_WORLD
+
+def test_of_several_groups():
+    lockstep_over(init())
+    lockstep_over(init().dup())
 
 {given}
 def test_holds_the_lock(comm):
@@ -205,7 +211,7 @@ def test_holds_the_lock(comm):
 def test_rank_that_holds_the_lock_of_python_ends_the_job(
     given: str, raises: str, tmp_path: Path
 ) -> None:
-    """It can neither be interrupted nor say where it is: the others do that for it."""
+    """It can neither be interrupted nor say where it is: the others do that for it, in whichever group of ranks."""
     file = tmp_path / "test_holds.py"
     file.write_text(HOLDS.format(given=given, raises=raises))
     done = run_pytest(str(file), ranks=3, timeout=100)

@@ -32,7 +32,7 @@ from arraycomm.testing._internals import (
 )
 from arraycomm.testing._ranks.interrupt import Interruptible, Interruption
 from arraycomm.testing._ranks.rank_links import Left, RankLinks
-from arraycomm.testing._ranks.stacks import Address, OwnStack, stacks_of
+from arraycomm.testing._ranks.stacks import Address, own_stack, stacks_of
 from arraycomm.testing._ranks.threads import HOPELESS, RETRY, SLACK
 
 # Seconds in which the ranks come to the last step of an example once one of them has ended it.
@@ -69,8 +69,7 @@ class Lockstep:
         self._links = RankLinks(self._control)
         self._met: set[str] = set()
         self._imported = {"numpy", "buffer", "dlpack"}
-        self._own_stack = OwnStack()
-        self._stacks: list[Address] = self._control.allgather_object(self._own_stack.address)
+        self._stacks: list[Address] = self._control.allgather_object(own_stack())
 
     def meet(self, test: str) -> None:
         """Raise `MismatchError` on every rank unless all of them run the same test.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import os
 import signal
@@ -9,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import cache
 from typing import Final, NamedTuple
 
 from arraycomm._launch.places import known_by, proc_is_own
@@ -44,14 +46,13 @@ class Address(NamedTuple):
             return False
 
 
-class OwnStack:
-    """Has this process write its stack when a signal asks, which needs no lock of Python's."""
-
-    def __init__(self) -> None:
-        self._file = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as it may be asked
-        faulthandler.register(_SIGNAL, self._file, all_threads=True)
-        descriptor = self._file.fileno()
-        self.address = Address(os.getpid(), descriptor, known_by(os.fstat(descriptor)))
+@cache
+def own_stack() -> Address:
+    """Have this process write its stack when a signal asks, which needs no lock of Python's."""
+    file = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as it may be asked
+    faulthandler.register(_SIGNAL, file, all_threads=True)
+    atexit.register(file.close)
+    return Address(os.getpid(), file.fileno(), known_by(os.fstat(file.fileno())))
 
 
 def stacks_of(addresses: Sequence[Address]) -> list[str]:
