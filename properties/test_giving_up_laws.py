@@ -188,6 +188,8 @@ def instruction(code: Any, place: int) -> str:
     return dis.opname[instructions(code)[place]]
 
 
+# An interrupt may come while Python calls a destructor, which tells of it and goes on: the call then ends by its limit.
+@pytest.mark.filterwarnings("ignore:(?s).*Stop:pytest.PytestUnraisableExceptionWarning")
 class GivingUp:
     """Subclasses say over what."""
 
