@@ -3,44 +3,26 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import sys
 from collections.abc import Iterator, Sequence
-from functools import partial
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
 import arraycomm
 from arraycomm._launch import detect
-from arraycomm.cli.bench import compare, rows
-from arraycomm.cli.bench.results import (
-    Line,
-    about,
-    as_text,
-    enter,
-    failed,
-    heading,
-    measured,
-    write,
-)
-from arraycomm.cli.bench.timing import Ranks
+from arraycomm._launch.places import cores
+from arraycomm.cli.bench import rows
+from arraycomm.cli.bench.results import FORMAT, HEADING, as_text, compare
+from arraycomm.cli.bench.timing import Ranks, measure
+from arraycomm.cli.doctor.machine import about_machine
 from arraycomm.cli.launch import launch, positive
 
-_SIZES: Final = {"latency": (8, 64 << 10), "bandwidth": (64 << 10, 1 << 20, 8 << 20, 64 << 20)}
-# If sizes are given without a mode, smaller ones are measured for their latency.
-_LARGE: Final = 64 << 10
 _SUFFIXES: Final = {"K": 10, "M": 20, "G": 30}
 # What earlier versions had.
 REMOVED: Final = ("--device", "--dtypes", "--frameworks", "--only")
-
-
-class _Removed(argparse.Action):
-    """Refuses an option that is no longer there, and says what to do instead."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        parser.error(
-            f"{self.option_strings[0]} was removed; clone the repository, and run "
-            "`arraycomm run -m docs.studies.benchmarks.arrays` there"
-        )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,77 +31,104 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "mode",
         nargs="?",
-        choices=[*_SIZES, "trees"],
+        choices=["latency", "bandwidth", "trees"],
         help="each call with small arrays, large arrays, or trees; by default all of these",
     )
     add("--sizes", type=sizes, metavar="N,…", help="bytes of the arrays, for example 8,64K,1M")
     add("--repeats", type=positive, metavar="N", default=25, help="samples of each; default 25")
-    add("--seconds", type=float, metavar="S", default=2.0, help="for each array; default 2")
+    add("--seconds", type=float, metavar="S", default=2.0, help="for each line; default 2")
     add("--json", type=Path, metavar="FILE", help="write every sample to this file")
-    compare.add_arguments(parser)
+    add(
+        "--compare",
+        nargs=2,
+        type=_paths,
+        metavar=("BEFORE", "AFTER"),
+        help="measure nothing, but compare what --json has written; each may be several files: "
+        "a.json,b.json",
+    )
+    add(
+        "--at-most",
+        type=float,
+        metavar="R",
+        help="with --compare: fail if anything takes more than R times as long after",
+    )
     add("--ranks", type=positive, default=2, metavar="N", help="without mpiexec; default 2")
     for option in REMOVED:
-        add(option, action=_Removed, help=argparse.SUPPRESS)
+        add(option, type=_refuse, help=argparse.SUPPRESS)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the benchmark; return 0, or 1 if arraycomm gave a wrong result, none, or one too late."""
+    """Run the benchmark; return 0, or 1 if arraycomm gave a wrong result, or one too late."""
     if arguments.compare is not None:
-        return compare.run(arguments.compare, arguments.at_most)
+        return compare(*arguments.compare, arguments.at_most)
     if detect(os.environ) is None:
         return launch(arguments.ranks, arguments.words)
     ranks = Ranks(arraycomm.init("mpi"))
-    limits = {"repetitions": arguments.repeats, "seconds": arguments.seconds}
-    lines = (line(ranks, row, limits) for row in _rows(ranks, arguments))
-    results = report(about(ranks, arguments.words), lines, ranks.rank == 0)
-    ranks.close()
-    if ranks.rank == 0 and arguments.json is not None:
-        write(arguments.json, results)
-    return int(failed(results))
-
-
-def report(described: dict[str, Any], lines: Iterator[Line], is_root: bool) -> dict[str, Any]:
-    """Return the results with these lines, each printed as soon as it has been measured."""
-    results = {**described, "lines": []}
+    is_root = ranks.rank == 0
+    results = about(ranks, arguments.words)
     if is_root:
-        print(heading(results), flush=True)
-    for line in lines:
+        print(f"{results['mpi']}; {results['cores']} cores; ranks: {ranks.size}\n\n{HEADING}")
+    limits = {"repetitions": arguments.repeats, "seconds": arguments.seconds}
+    for row in asked(ranks, arguments.mode, arguments.sizes):
+        if reason := row.wrong(ranks):
+            if is_root:
+                print(f"arraycomm bench: {row.name}: {reason}", file=sys.stderr)
+            return 1
+        own, other = measure((row.own, row.other), ranks=ranks, **limits)
+        line = {"name": row.name, "nbytes": row.nbytes, "arraycomm": own, "mpi4py": other}
         if is_root:
-            print(f"\n{as_text(line)}", flush=True)
+            print(as_text(line), flush=True)
         results["lines"].append(line)
-    return results
+    ranks.close()
+    if is_root and arguments.json is not None:
+        arguments.json.write_text(f"{json.dumps(results)}\n", encoding="utf-8")
+    return 0
 
 
-def line(ranks: Ranks, row: rows.Row, limits: dict[str, Any]) -> Line:
-    """Measure one row; collective."""
-    entries = [
-        enter(ranks, key, row.framework, call, partial(row.verify, key))
-        for key, call in row.contenders.items()
-    ]
-    return {**measured(ranks, row, row.mode, entries, **limits), **row.named}
+def about(ranks: Ranks, words: Sequence[str]) -> dict[str, Any]:
+    """Return the results' description of themselves, and no lines yet."""
+    from mpi4py import MPI
+
+    launcher = ["mpiexec", "-n", str(ranks.size), "python", "-m", "arraycomm"]
+    return {
+        "format": FORMAT,
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": [*launcher, *words],
+        "ranks": ranks.size,
+        "mpi": " ".join(MPI.Get_library_version().strip("\0").splitlines()[0].split()),
+        "cores": cores(),
+        "machine": about_machine(),
+        "unit": "seconds per call of the slowest rank",
+        "lines": [],
+    }
 
 
-def _rows(ranks: Ranks, arguments: argparse.Namespace) -> Iterator[rows.Row]:
-    """Yield what is asked for; collective."""
-    mode, nbytes_of_all = arguments.mode, arguments.sizes
-    for nbytes in sizes_of("latency", mode, nbytes_of_all):
-        yield from rows.latency(ranks, nbytes)
-    for nbytes in sizes_of("bandwidth", mode, nbytes_of_all):
-        yield rows.bandwidth(ranks, nbytes)
-    if mode == "trees" or (mode is None and nbytes_of_all is None):
+def asked(ranks: Ranks, mode: str | None, wanted: Sequence[int] | None) -> Iterator[rows.Row]:
+    """Yield the rows of a mode, or of all modes; collective."""
+    if mode in {None, "latency"}:
+        for nbytes in wanted or (8, 64 << 10):
+            yield from rows.latency(ranks, nbytes)
+    if mode in {None, "bandwidth"}:
+        for nbytes in wanted or (64 << 10, 1 << 20, 8 << 20, 64 << 20):
+            yield from rows.bandwidth(ranks, nbytes)
+    if mode in {None, "trees"}:
         for name, shapes in rows.TREES.items():
-            yield rows.tree(ranks, name, shapes)
+            yield from rows.tree(ranks, name, shapes)
 
 
-def sizes_of(mode: str, wanted: str | None, sizes: Sequence[int] | None) -> Sequence[int]:
-    """Return the sizes that are measured in a mode, if some mode and some sizes are asked for."""
-    if wanted not in {None, mode}:
-        return ()
-    if sizes is None:
-        return _SIZES[mode]
-    if wanted is None:
-        return [nbytes for nbytes in sizes if (nbytes >= _LARGE) == (mode == "bandwidth")]
-    return sizes
+def _refuse(_: str) -> None:
+    raise argparse.ArgumentTypeError(
+        "was removed; clone the repository, and run "
+        "`arraycomm run -m docs.studies.benchmarks.arrays` there"
+    )
+
+
+def _paths(text: str) -> list[Path]:
+    paths = [Path(word) for word in text.split(",") if word]
+    missing = [str(path) for path in paths if not path.is_file()]
+    if missing or not paths:
+        raise argparse.ArgumentTypeError(f"no such file: {', '.join(missing) or text!r}")
+    return paths
 
 
 def sizes(text: str) -> list[int]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from math import prod
@@ -11,46 +12,35 @@ from typing import Any, Final
 import numpy as np
 
 import arraycomm
-from arraycomm.cli.bench.results import OTHER
-from arraycomm.cli.bench.timing import Ranks
+from arraycomm.cli.bench.results import size_text
+from arraycomm.cli.bench.timing import Call, Ranks
 
-Call = Callable[[], Any]
 Shapes = tuple[tuple[int, ...], ...]
 
 _OBJECT: Final = {"a": 1, "b": "text"}
 
 
-# Under which word the results store the name of a row.
-_NAMED: Final = {"calls": "call", "trees": "tree"}
-
-
+@dataclass(frozen=True, slots=True)
 class Row:
-    """One line of the benchmark: its contenders' calls by their keys, and what a rank gets.
+    """One line of the benchmark: a call of arraycomm's, and mpi4py's.
 
-    `other` is mpi4py's call. What it leaves in `gets` is the right result of all others.
+    What mpi4py's call leaves in `gets` is the right result on this rank. If `nbytes` are told, the
+    bandwidth is of interest.
     """
 
-    dtype_name: Final = "float32"
+    name: str
+    own: Call
+    other: Call
+    gets: Any = None
+    nbytes: int = 0
 
-    def __init__(
-        self, mode: str, name: str, nbytes: int, *, other: Call, gets: Any = None, **own: Call
-    ) -> None:
-        self.mode, self.nbytes = mode, nbytes
-        self.named = {_NAMED[mode]: name} if mode in _NAMED else {}
-        self.framework = "torch" if "torch" in name else "numpy"
-        self.contenders = {**own, OTHER: other}
-        self._other, self._gets = other, gets
-
-    def verify(self, key: str) -> str:
-        """Return what is wrong with a contender's result on this rank; collective."""
-        found, expected = self.contenders[key](), self._expected()
-        if key == OTHER or _same(found, expected):
-            return ""
-        return f"the result is {found} in place of {expected}"
-
-    def _expected(self) -> Any:
-        self._other()
-        return self._gets
+    def wrong(self, ranks: Ranks) -> str:
+        """Return what is wrong with arraycomm's result, on the first such rank; collective."""
+        found = self.own()
+        self.other()
+        said = "" if _same(found, self.gets) else f"the result is {found} in place of {self.gets}"
+        replies = enumerate(ranks.mpi.allgather(said))
+        return next((f"rank {rank}: {reply}" for rank, reply in replies if reply), "")
 
 
 def _same(found: Any, expected: Any) -> bool:
@@ -72,14 +62,18 @@ def _values(ranks: Ranks, *shape: int) -> Any:
 
 def latency(ranks: Ranks, nbytes: int) -> Iterator[Row]:
     """Yield a row for each call with arrays of some bytes, each on the same memory; collective."""
+    for name, own, other, gets in _calls(ranks, max(1, nbytes // 4)):
+        yield Row(f"{name}, {size_text(nbytes)}", own, other, gets)
+
+
+def _calls(ranks: Ranks, n: int) -> Iterator[tuple[str, Call, Call, Any]]:
+    """Yield the calls with arrays of n elements: the name, arraycomm's, mpi4py's, what is right."""
     comm, mpi, is_root = ranks.comm, ranks.mpi, ranks.rank == 0
-    n = max(1, nbytes // 4)
     x, y, z = (_values(ranks, n) for _ in range(3))
     part = _values(ranks, ranks.size, n)
     every = np.zeros_like(part)
-    row = partial(Row, "calls", nbytes=nbytes)
-    yield row("barrier", other=mpi.Barrier, fresh=comm.barrier)
-    yield row("bcast", other=partial(mpi.Bcast, z), gets=z, fresh=partial(comm.bcast, x))
+    yield "barrier", comm.barrier, mpi.Barrier, None
+    yield "bcast", partial(comm.bcast, x), partial(mpi.Bcast, z), z
     for name, other, sent, gets in (
         ("allreduce", mpi.Allreduce, x, y),
         ("reduce", mpi.Reduce, x, y if is_root else None),
@@ -89,26 +83,24 @@ def latency(ranks: Ranks, nbytes: int) -> Iterator[Row]:
         ("alltoall", mpi.Alltoall, part, every),
         ("reduce_scatter", mpi.Reduce_scatter_block, part, y),
     ):
-        call = partial(getattr(comm, name), sent)
-        yield row(name, other=partial(other, sent, gets), gets=gets, fresh=call)
+        yield name, partial(getattr(comm, name), sent), partial(other, sent, gets), gets
     scatter = partial(comm.scatter, part if is_root else None)
-    yield row("scatter", other=partial(mpi.Scatter, part, y), gets=y, fresh=scatter)
-    yield from _messages(ranks, nbytes, x, y)
-    waited = (lambda: mpi.Iallreduce(x, y).Wait()), (lambda: comm.iallreduce(x).wait())
-    yield row("iallreduce and wait", other=waited[0], gets=y, fresh=waited[1])
+    yield "scatter", scatter, partial(mpi.Scatter, part, y), y
+    yield from _messages(ranks, x, y)
+    waited = (lambda: comm.iallreduce(x).wait()), (lambda: mpi.Iallreduce(x, y).Wait())
+    yield "iallreduce and wait", *waited, y
     tree = partial(arraycomm.allreduce_tree, {"a": x, "b": x}, "sum", comm=comm)
     leaves = _each(partial(mpi.Allreduce, x, y), partial(mpi.Allreduce, x, z))
-    yield row("allreduce_tree, two leaves", other=leaves, gets={"a": y, "b": z}, fresh=tree)
-    call = partial(comm.bcast_object, _OBJECT)
-    yield row("bcast_object", other=partial(mpi.bcast, _OBJECT), gets=_OBJECT, fresh=call)
+    yield "allreduce_tree, two leaves", tree, leaves, {"a": y, "b": z}
+    objects = partial(comm.bcast_object, _OBJECT), partial(mpi.bcast, _OBJECT)
+    yield "bcast_object", *objects, _OBJECT
     if find_spec("torch"):
         sent, got = (arraycomm.exchange(each, "torch") for each in (x, y))
-        call = partial(comm.allreduce, sent)
         other = partial(mpi.Allreduce, sent, got)
-        yield row("allreduce of torch tensors", other=other, gets=got, fresh=call)
+        yield "allreduce of torch tensors", partial(comm.allreduce, sent), other, got
 
 
-def _messages(ranks: Ranks, nbytes: int, x: Any, y: Any) -> Iterator[Row]:
+def _messages(ranks: Ranks, x: Any, y: Any) -> Iterator[tuple[str, Call, Call, Any]]:
     comm, mpi, rank, beside = ranks.comm, ranks.mpi, ranks.rank, ranks.rank ^ 1
     after, before = (rank + 1) % ranks.size, (rank - 1) % ranks.size
 
@@ -137,11 +129,10 @@ def _messages(ranks: Ranks, nbytes: int, x: Any, y: Any) -> Iterator[Row]:
         own, other = back, _each(receive, send)
     elif beside == ranks.size:  # the last of an odd number of ranks is idle
         own, other, gets = list, list, []
-    row = partial(Row, "calls", nbytes=nbytes)
     sendrecv = partial(mpi.Sendrecv, x, after, recvbuf=y, source=before)
-    yield row("sendrecv", other=sendrecv, gets=y, fresh=partial(comm.sendrecv, x, after, before))
-    yield row("isend and irecv", other=mpi_requests, gets=y, fresh=requests)
-    yield row("send, and recv back", other=other, gets=gets, fresh=own)
+    yield "sendrecv", partial(comm.sendrecv, x, after, before), sendrecv, y
+    yield "isend and irecv", requests, mpi_requests, y
+    yield "send, and recv back", own, other, gets
 
 
 def _each(*calls: Call) -> Call:
@@ -152,23 +143,27 @@ def _each(*calls: Call) -> Call:
     return made
 
 
-def bandwidth(ranks: Ranks, nbytes: int) -> Row:
-    """Return the row of an `allreduce` of a larger array; collective."""
+def bandwidth(ranks: Ranks, nbytes: int) -> Iterator[Row]:
+    """Yield the rows of an `allreduce` of a larger array; collective."""
     (x, y, out) = (_values(ranks, max(1, nbytes // 4)) for _ in range(3))
-    allreduce = partial(ranks.comm.allreduce, x)
     other = partial(ranks.mpi.Allreduce, x, y)
-    into = partial(allreduce, out=out)
-    return Row("bandwidth", "", nbytes, other=other, gets=y, out=into, fresh=allreduce)
+    for name, own in (
+        ("allreduce, out=", partial(ranks.comm.allreduce, x, out=out)),
+        ("allreduce", partial(ranks.comm.allreduce, x)),
+    ):
+        yield Row(f"{name}, {size_text(nbytes)}", own, other, y, nbytes)
 
 
-def tree(ranks: Ranks, name: str, shapes: Shapes) -> Row:
-    """Return the row of a tree, of which mpi4py reduces one array after the other; collective."""
+def tree(ranks: Ranks, name: str, shapes: Shapes) -> Iterator[Row]:
+    """Yield the rows of a tree, of which mpi4py reduces one array after the other; collective."""
     x, y = ([_values(ranks, *shape) for shape in shapes] for _ in range(2))
     calls = (partial(ranks.mpi.Allreduce, *leaves) for leaves in zip(x, y, strict=True))
-    plan = partial(ranks.comm.plan(x, "sum"), x)
-    whole = partial(arraycomm.allreduce_tree, x, "sum", comm=ranks.comm)
-    own = {"plan": _keeping(plan), "tree": _keeping(whole)}
-    return Row("trees", name, nbytes_of(shapes), other=_each(*calls), gets=y, **own)
+    other = _each(*calls)
+    for kind, own in (
+        ("plan(tree)", partial(ranks.comm.plan(x, "sum"), x)),
+        ("allreduce_tree", partial(arraycomm.allreduce_tree, x, "sum", comm=ranks.comm)),
+    ):
+        yield Row(f"{kind}, {name}", _keeping(own), other, y, nbytes_of(shapes))
 
 
 def _keeping(reduce: Call) -> Call:
@@ -187,22 +182,6 @@ def nbytes_of(shapes: Shapes) -> int:
     return 4 * sum(map(prod, shapes))
 
 
-def _resnet50() -> Shapes:
-    """Parameters of ResNet-50 (He, Zhang, Ren, Sun, 2016), in torchvision's order."""
-    shapes: list[tuple[int, ...]] = [(64, 3, 7, 7), (64,), (64,)]
-    inputs = 64
-    for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
-        for block in range(blocks):
-            outputs = 4 * width
-            shapes += [(width, inputs, 1, 1), (width,), (width,)]
-            shapes += [(width, width, 3, 3), (width,), (width,)]
-            shapes += [(outputs, width, 1, 1), (outputs,), (outputs,)]
-            if block == 0:
-                shapes += [(outputs, inputs, 1, 1), (outputs,), (outputs,)]
-            inputs = outputs
-    return (*shapes, (1000, 2048), (1000,))
-
-
 def _gpt2() -> Shapes:
     """Parameters of the small GPT-2 (Radford and others, 2019): 12 blocks of width 768."""
     width = 768
@@ -214,8 +193,4 @@ def _gpt2() -> Shapes:
     return (*shapes, (width,), (width,))
 
 
-TREES: Final = {
-    "ResNet-50": _resnet50(),
-    "GPT-2": _gpt2(),
-    "1,000 leaves": tuple((1000 + leaf,) for leaf in range(1000)),
-}
+TREES: Final = {"GPT-2": _gpt2(), "1,000 leaves": tuple((1000 + leaf,) for leaf in range(1000))}

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import gc
 import statistics
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Any, Final, TypeVar
 
@@ -14,16 +12,12 @@ from arraycomm import Communicator
 
 T = TypeVar("T")
 
-Timed = Callable[[], Any]
+Call = Callable[[], Any]
 
 # Fewer repetitions than this say little about the spread. Even a slow call gets as many.
 FEWEST: Final = 5
-# Seconds of a sample beside which the cost of reading the clock does not count.
-_ENOUGH: Final = 1e-3
 # Seconds of a sample that a short disturbance hardly changes.
-_PLENTY: Final = 1e-2
-# Additional samples for the estimate of a shorter one.
-_EXTRA_SAMPLES: Final = 2
+_ENOUGH: Final = 1e-2
 
 
 class Ranks:
@@ -32,10 +26,6 @@ class Ranks:
     def __init__(self, comm: Communicator) -> None:
         self.comm, self.rank, self.size = comm, comm.rank, comm.size
         self.mpi: Any = comm.mpi_comm.Dup()
-
-    def barrier(self) -> None:
-        """Wait for all ranks."""
-        self.mpi.Barrier()
 
     def finish(self) -> None:
         """Wait for the work that calls have started; host calls are complete when they return."""
@@ -50,40 +40,15 @@ class Ranks:
         self.mpi.Free()
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """How many times each contender is sampled, and how many calls its samples have."""
-
-    repetitions: int
-    calls: tuple[int, ...]
-
-
 def rotated(contenders: Sequence[T], repetition: int) -> list[T]:
     """Return the order of contenders in one repetition.
 
-    Each repetition starts with another one, and every second runs backwards: none of them always
-    comes first, or always after the same other one.
+    Each repetition starts with another one, and every second round of them runs backwards: none of
+    them always comes first, or always after the same other one.
     """
-    if not contenders:
-        return []
-    first = repetition % len(contenders)
+    rounds, first = divmod(repetition, len(contenders))
     order = [*contenders[first:], *contenders[:first]]
-    return order[::-1] if repetition % 2 else order
-
-
-def plan(estimates: Sequence[float], repetitions: int, seconds: float) -> Plan:
-    """Divide `seconds` among contenders whose calls take about `estimates` seconds each.
-
-    All get about the same time, but at least one call in each sample. If that takes longer than
-    `seconds`, there are fewer repetitions, down to `FEWEST`.
-    """
-    if not estimates:
-        return Plan(repetitions, ())
-    share = seconds / (repetitions * len(estimates))
-    calls = tuple(max(1, int(share / estimate)) for estimate in estimates)
-    once = sum(n * estimate for n, estimate in zip(calls, estimates, strict=True))
-    affordable = max(FEWEST, int(seconds / once))
-    return Plan(min(repetitions, affordable), calls)
+    return order[::-1] if rounds % 2 else order
 
 
 def ratio(samples: Sequence[float], reference: Sequence[float]) -> float:
@@ -96,28 +61,38 @@ def ratio(samples: Sequence[float], reference: Sequence[float]) -> float:
 
 
 def measure(
-    contenders: Sequence[Timed], repetitions: int, seconds: float, ranks: Ranks
-) -> tuple[Plan, list[list[float]]]:
+    contenders: Sequence[Call], repetitions: int, seconds: float, ranks: Ranks
+) -> list[list[float]]:
     """Time the contenders; collective.
 
-    Return the plan that was followed, and for each contender and repetition the seconds per call of
-    the slowest rank.
+    Return for each contender and repetition the seconds per call of the slowest rank. All
+    contenders get about the same part of `seconds`, but at least one call in each sample. If that
+    takes longer than `seconds`, there are fewer repetitions, down to `FEWEST`.
     """
-    with no_garbage_collection():
+    collects = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
         estimates = [_estimate(call, ranks) for call in contenders]
-        agreed = plan(estimates, repetitions, seconds)
-        samples = [[0.0] * agreed.repetitions for _ in contenders]
-        for repetition in range(agreed.repetitions):
+        share = seconds / (repetitions * max(1, len(contenders)))
+        calls = [max(1, int(share / estimate)) for estimate in estimates]
+        once = sum(n * estimate for n, estimate in zip(calls, estimates, strict=True))
+        if once:
+            repetitions = min(repetitions, max(FEWEST, int(seconds / once)))
+        samples: list[list[float]] = [[] for _ in contenders]
+        for repetition in range(repetitions if contenders else 0):
             for which in rotated(range(len(contenders)), repetition):
-                calls = agreed.calls[which]
-                took = sample(contenders[which], calls, ranks)
-                samples[which][repetition] = took / calls
-    return agreed, [ranks.slowest(row) for row in samples]
+                took = _sample(contenders[which], calls[which], ranks)
+                samples[which].append(took / calls[which])
+    finally:
+        if collects:
+            gc.enable()
+    return [ranks.slowest(row) for row in samples]
 
 
-def sample(call: Timed, calls: int, ranks: Ranks) -> float:
+def _sample(call: Call, calls: int, ranks: Ranks) -> float:
     """Return this rank's seconds for that many calls, started together with the other ranks."""
-    ranks.barrier()
+    ranks.mpi.Barrier()
     started = perf_counter()
     for _ in range(calls):
         call()
@@ -125,30 +100,12 @@ def sample(call: Timed, calls: int, ranks: Ranks) -> float:
     return perf_counter() - started
 
 
-def _estimate(call: Timed, ranks: Ranks) -> float:
+def _estimate(call: Call, ranks: Ranks) -> float:
     """Warm up, and estimate the seconds of one call; the same number on every rank."""
     calls = 1
-    sample(call, calls, ranks)
+    _sample(call, calls, ranks)
     while True:
-        (took,) = ranks.slowest([sample(call, calls, ranks)])
-        if took >= _PLENTY:
-            return took / calls
-        # The quickest of several: a disturbance here would make every sample too short.
-        extra = [sample(call, calls, ranks) for _ in range(_EXTRA_SAMPLES)]
-        took = min(took, *ranks.slowest(extra))
+        (took,) = ranks.slowest([_sample(call, calls, ranks)])
         if took >= _ENOUGH:
             return took / calls
         calls *= 4
-
-
-@contextmanager
-def no_garbage_collection() -> Iterator[None]:
-    """Collect garbage now, and not during the block."""
-    enabled = gc.isenabled()
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

@@ -9,15 +9,18 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import arraycomm
 from arraycomm._dtypes import BY_NAME, check_reducible
-from arraycomm.cli.bench import command, rows
-from arraycomm.cli.bench.results import TITLES, Line, about, failed, measured, write
-from docs.studies.benchmarks import devices
+from arraycomm.cli.bench.command import sizes
+from arraycomm.cli.bench.rows import latency
+from docs.studies.benchmarks import devices, results
 from docs.studies.benchmarks.cases import FRAMEWORKS, Case, Field, enter, installed
+from docs.studies.benchmarks.results import OTHER, OWN, TITLES, Line, measured
+from docs.studies.benchmarks.trees import TREES
 
 SIZES: Final = {
     "latency": (8, 64, 1 << 10, 16 << 10),
@@ -33,7 +36,7 @@ def main() -> int:
     )
     add = parser.add_argument
     add("mode", nargs="?", choices=[*SIZES, "trees", "calls"], help="by default all")
-    add("--sizes", type=command.sizes, help="bytes of the arrays, for example 8,64K,1M")
+    add("--sizes", type=sizes, help="bytes of the arrays, for example 8,64K,1M")
     add("--dtypes", type=dtypes, default=["float32", "bfloat16"])
     add(
         "--frameworks",
@@ -51,12 +54,17 @@ def main() -> int:
     on_device = arguments.device == "cuda"
     comm = arraycomm.init("auto" if on_device else "mpi")
     field = devices.DeviceField(comm) if on_device else Field(comm)
-    described = {**about(field, sys.argv[1:]), **field.about()}
-    results = command.report(described, _lines(field, arguments), is_root=comm.rank == 0)
+    found = {**results.about(field, sys.argv), **field.about(), "lines": []}
+    if comm.rank == 0:
+        print(results.heading(found), flush=True)
+    for line in _lines(field, arguments):
+        if comm.rank == 0:
+            print(f"\n{results.as_text(line)}", flush=True)
+        found["lines"].append(line)
     field.close()
     if comm.rank == 0 and arguments.json is not None:
-        write(arguments.json, results)
-    return int(failed(results))
+        results.write(arguments.json, found)
+    return int(results.failed(found))
 
 
 def refusal(arguments: argparse.Namespace) -> str:
@@ -79,11 +87,17 @@ def _lines(field: Field, arguments: argparse.Namespace) -> Iterator[Line]:
             for key in field.keys(framework, tree=mode == "trees")
             if key in arguments.only
         ]
-        yield {**measured(field, case, mode, entries, **limits), **named}
+        yield {**measured(field, mode, dtype, case.nbytes, entries, **limits), **named}
     if arguments.mode in {None, "calls"} and arguments.device == "cpu":
         for nbytes in arguments.sizes or CALLS:
-            for row in rows.latency(field, nbytes):
-                yield command.line(field, row, limits)
+            for row in latency(field, nbytes):
+                framework = "torch" if "torch" in row.name else "numpy"
+                entries = [
+                    results.enter(field, OWN, framework, row.own, partial(row.wrong, field)),
+                    results.enter(field, OTHER, framework, row.other, str),
+                ]
+                line = measured(field, "calls", "float32", nbytes, entries, **limits)
+                yield {**line, "call": row.name.rpartition(", ")[0]}
 
 
 def _usual(place: str) -> list[str]:
@@ -102,7 +116,7 @@ def _work(arguments: argparse.Namespace) -> Iterator[tuple[str, str, Any, dict[s
         and "float32" in arguments.dtypes
         and arguments.device == "cpu"
     ):
-        for name, shapes in rows.TREES.items():
+        for name, shapes in TREES.items():
             yield "trees", "float32", shapes, {"tree": name}
 
 

@@ -21,10 +21,10 @@ import arraycomm
 from arraycomm import Communicator
 from arraycomm._arrays.buffer import Array
 from arraycomm._dtypes import BY_NAME, DType
-from arraycomm.cli.bench import results
-from arraycomm.cli.bench.results import Entry
 from arraycomm.cli.bench.rows import pattern
 from arraycomm.cli.bench.timing import Ranks
+from docs.studies.benchmarks import results
+from docs.studies.benchmarks.results import Entry
 
 FRAMEWORKS: Final = ("numpy", "torch", "jax")
 _GLOO_DTYPES: Final = frozenset(

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Final
 
-from arraycomm.cli.bench.results import Line, size_text
+from arraycomm.cli.bench.results import size_text
 from arraycomm.cli.bench.timing import ratio
 from docs.studies.benchmarks.claims import CLAIMS, Claim, Entry
 from docs.studies.benchmarks.report import find
+from docs.studies.benchmarks.results import Line
 from docs.studies.figure import Axis, Bar, Curve, Panel, bars, figure
 
 # Beyond it, a bar would make the others too short to read.

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from arraycomm.cli.bench.results import Line
-from arraycomm.cli.bench.rows import TREES, nbytes_of
+from arraycomm.cli.bench.rows import nbytes_of
+from docs.studies.benchmarks.results import Line
+from docs.studies.benchmarks.trees import TREES
 
 Entry = tuple[str, str]  # framework and contender
 

@@ -24,8 +24,8 @@ import numpy as np
 from mpi4py import MPI
 
 import arraycomm as ac
-from arraycomm.cli.bench.results import machine
-from arraycomm.cli.bench.rows import TREES
+from docs.studies.benchmarks.results import machine
+from docs.studies.benchmarks.trees import TREES
 
 _SIZES: Final = {
     "8 B": 8,

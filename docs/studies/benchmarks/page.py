@@ -8,11 +8,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
-from arraycomm.cli.bench.results import OTHER, OWN, Line, ratio_text, size_text
+from arraycomm.cli.bench.results import ratio_text, size_text
 from arraycomm.cli.bench.timing import ratio
 from docs.studies.benchmarks import charts
 from docs.studies.benchmarks.claims import CLAIMS, Claim
 from docs.studies.benchmarks.report import complaints, find, tables
+from docs.studies.benchmarks.results import OTHER, OWN, Line
 from docs.studies.benchmarks.runs import NODES, PROGRAMS, RUNS, STUDY, TRAINING, Run, figures_of
 from docs.studies.tables import Table, as_markdown
 

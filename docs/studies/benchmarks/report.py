@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
-from arraycomm.cli.bench.results import REFERENCES, Line, name_of, number_text, ratio_text
-from arraycomm.cli.bench.results import TITLES as TITLES_OF_ARRAYS
+from arraycomm.cli.bench.results import number_text, ratio_text
+from docs.studies.benchmarks.results import REFERENCES, Line, name_of
+from docs.studies.benchmarks.results import TITLES as TITLES_OF_ARRAYS
 from docs.studies.tables import Table
 
 # In the order of the columns.

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import arraycomm
-from arraycomm.cli.bench.results import Line, about, as_text, heading, measured, size_text, write
+from arraycomm.cli.bench.results import size_text
 from docs.studies.benchmarks import programs, shallow_water, training
 from docs.studies.benchmarks.cases import Case, Field, enter
+from docs.studies.benchmarks.results import Line, about, as_text, heading, measured, write
 
 
 def _cases(mode: str, field: Field) -> Iterator[tuple[str, Any, Any]]:
@@ -33,7 +34,8 @@ def _lines(mode: str, field: Field, seconds: float) -> Iterator[Line]:
     framework = {"train": "torch", "jax": "jax"}[mode]
     for name, case, ways in _cases(mode, field):
         entries = [enter(field, case, key, framework, way) for key, way in ways.items()]
-        line = measured(field, case, mode, entries, repetitions=25, seconds=seconds)
+        about_case = mode, case.dtype_name, case.nbytes
+        line = measured(field, *about_case, entries, repetitions=25, seconds=seconds)
         yield {**line, "model": name}
 
 
