@@ -57,8 +57,8 @@ class _WorldTrace:
     def _merge(self) -> None:
         """Make one file of the parts of ranks that have all ended well."""
         if self.trace is not None and self.first:
-            with self.trace.saying_what_is_lost(self.trace.path) as path:
-                files.merge(path)
+            with self.trace.saying_what_is_lost(self.trace.path):
+                files.merge(self.trace.path)
 
 
 _world = _WorldTrace()

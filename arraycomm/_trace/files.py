@@ -28,19 +28,9 @@ def part_path(path: str, rank: int) -> str:
     return f"{path}{_PART}{rank}"
 
 
-def append(path: str, part: Part, first: int) -> None:
-    """Append a part's records from `first` on to the rank's own file; begin it if that is 0."""
-    lines = [part.head(), *part.records[first:]]
-    text = "".join(json.dumps(line) + "\n" for line in lines).encode()
-    with open(path, "ab" if first else "wb", buffering=0) as file:
-        began = file.tell()
-        try:
-            while text:
-                text = text[file.write(text) :]
-        except OSError:
-            # All are appended once there is room.
-            file.truncate(began)
-            raise
+def save(path: str, part: Part) -> None:
+    """Write a rank's part to a file of its own."""
+    _write(part_path(path, part.rank), vars(part))
 
 
 def merge(path: str) -> None:
@@ -53,11 +43,16 @@ def merge(path: str) -> None:
 
 
 def write(path: str, parts: list[Part]) -> None:
-    """Write the timeline of all ranks; a reader sees all of it or nothing."""
+    """Write the timeline of all ranks."""
+    _write(path, timeline(parts))
+
+
+def _write(path: str, content: dict[str, Any]) -> None:
+    """Write JSON; a reader sees all of it or nothing."""
     partial = f"{path}.partial"
     try:
         with open(partial, "w", encoding="utf-8") as file:
-            json.dump(timeline(parts), file)
+            json.dump(content, file)
         os.replace(partial, path)
     except OSError:
         with suppress(OSError):
@@ -90,24 +85,9 @@ def read(path: str) -> dict[str, Any]:
 
 def read_parts(path: str) -> list[Part]:
     """Return the parts that ranks have saved beside a trace, of one and the same job."""
-    parts = [_read_part(part) for part in _parts_beside(path)]
-    found = sorted((part for part in parts if part is not None), key=lambda part: part.rank)
+    texts = [part.read_text(encoding="utf-8") for part in _parts_beside(path)]
+    found = sorted((Part.of(json.loads(text)) for text in texts), key=lambda part: part.rank)
     return [part for part in found if part.run == found[0].run]
-
-
-def _read_part(path: Path) -> Part | None:
-    """Return what a rank has saved; its last line may be cut off if the rank was killed."""
-    head: dict[str, Any] | None = None
-    records: list[list[Any]] = []
-    with path.open(encoding="utf-8") as file:
-        for line in file:
-            with suppress(ValueError):
-                said = json.loads(line)
-                if isinstance(said, dict):
-                    head = said
-                else:
-                    records.append(said)
-    return None if head is None else Part.of(head, records)
 
 
 def _parts_beside(path: str) -> Iterator[Path]:

@@ -29,8 +29,6 @@ _MOVEMENT: Final = "movement"
 _WITHOUT_MOVEMENTS: Final = ("", Algorithm.SEGMENT, Algorithm.HEADER)
 # The attribute of an error that a call has raised, which the other ranks know of.
 _KNOWN: Final = "_arraycomm_known"
-# Nanoseconds after which what has been recorded is saved again.
-_SAVE_EVERY: Final = 1_000_000_000
 
 _repeated: Final = lru_cache(maxsize=1024)(str)
 
@@ -98,10 +96,9 @@ class Recorder:
         self.records: list[Record] = []
         # How many records were not kept because there were too many.
         self.dropped = 0
-        # Called about once a second, when a call ends.
-        self.savers: list[Callable[[], None]] = []
+        # How many traces take their records from here.
+        self.traces = 0
         self._numbers: WeakKeyDictionary[Group, int] = WeakKeyDictionary()
-        self._due = now() + _SAVE_EVERY
 
     def call(
         self,
@@ -188,10 +185,6 @@ class Recorder:
                 *(call.used(group), call.site, call.error, call.peer, call.tag),
             )
         )
-        if ended > self._due:
-            self._due = ended + _SAVE_EVERY
-            for save in self.savers:
-                save()
 
     def _number(self, group: Group) -> int:
         number = self._numbers.get(group)

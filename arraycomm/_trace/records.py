@@ -73,15 +73,9 @@ class Part:
     # How many records were not kept.
     dropped: int = 0
 
-    def head(self) -> dict[str, Any]:
-        """Return all but the records, as JSON has it."""
-        return {name: value for name, value in vars(self).items() if name != "records"}
-
     @classmethod
-    def of(cls, head: dict[str, Any], records: list[list[Any]]) -> Part:
-        """Return a part from what `head` has returned, and from records as JSON has them."""
-        made = cls(**head)
-        made.clocks = [Clock(*clock) for clock in made.clocks]
-        made.groups = [(name, list(ranks)) for name, ranks in made.groups]
-        made.records = [Record(*record) for record in records]
-        return made
+    def of(cls, stored: dict[str, Any]) -> Part:
+        """Return a part from its attributes as JSON has them."""
+        clocks = [Clock(*clock) for clock in stored["clocks"]]
+        records = [Record(*record) for record in stored["records"]]
+        return cls(**{**stored, "clocks": clocks, "records": records})

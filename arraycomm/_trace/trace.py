@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
@@ -62,9 +61,6 @@ class Trace(ProcessBound):
 
     def __init__(self, runner: Runner, path: Any, by: str = "") -> None:
         self._runner, self._given, self._by = runner, path, by
-        self._saved, self._is_lost = 0, False
-        # Calls may end in two threads, and each may find that it is time to save.
-        self._saving = threading.Lock()
 
     def __enter__(self) -> Self:
         group = self._runner.group
@@ -80,7 +76,7 @@ class Trace(ProcessBound):
             related.tracer = self._recorder
             for hook in related.on_watch:
                 hook()
-        self._recorder.savers.append(self.save)
+        self._recorder.traces += 1
         return self
 
     def __exit__(
@@ -105,11 +101,10 @@ class Trace(ProcessBound):
 
     def stop(self) -> None:
         """Record nothing any more."""
-        self._recorder.savers.remove(self.save)
-        if self._recorder.savers:
-            return
-        for related in self._runner.group.related:
-            related.tracer = None
+        self._recorder.traces -= 1
+        if not self._recorder.traces:
+            for related in self._runner.group.related:
+                related.tracer = None
 
     def finish(self) -> None:
         """End the trace; rank 0 writes it. Collective."""
@@ -126,24 +121,18 @@ class Trace(ProcessBound):
         files.remove(self.path, self._part.rank)
 
     def save(self) -> None:
-        """Save the records so far to this rank's own file, where `arraycomm trace` finds them."""
-        if not self.is_own:
-            return
-        own = files.part_path(self.path, self._part.rank)
-        with self._saving, self.saying_what_is_lost(own) as path:
-            part = self._gathered()
-            files.append(path, part, self._saved)
-            self._saved = len(part.records)
+        """Save the records to this rank's own file, where `arraycomm trace` finds them."""
+        if self.is_own:
+            with self.saying_what_is_lost(files.part_path(self.path, self._part.rank)):
+                files.save(self.path, self._gathered())
 
     @contextmanager
-    def saying_what_is_lost(self, path: str) -> Iterator[str]:
-        """Say once that a file cannot be written, which must not end the program."""
+    def saying_what_is_lost(self, path: str) -> Iterator[None]:
+        """Say that a file cannot be written, which must not end the program."""
         try:
-            yield path
+            yield
         except OSError as error:
-            if not self._is_lost:
-                self._is_lost = True
-                say(f"arraycomm: the trace {path} cannot be written: {error.strerror}\n")
+            say(f"arraycomm: the trace {path} cannot be written: {error.strerror}\n")
 
     def _gathered(self) -> Part:
         part, recorder = self._part, self._recorder
@@ -184,10 +173,9 @@ class Traceable:
         Notes
         -----
         The file has Chrome's Trace Event Format: open it at ui.perfetto.dev, or print and draw it
-        with `arraycomm trace`. Each rank keeps up to 200,000 calls in memory. About once a second
-        it saves them beside the file, where they stay if a rank is killed or if the block ends by
-        an exception. In the block, small reductions do not take their fast path. Without a trace,
-        no call does anything for it.
+        with `arraycomm trace`. Each rank keeps up to 200,000 calls in memory. If the block ends by
+        an exception, each saves its own beside the file. In the block, small reductions do not take
+        their fast path. Without a trace, no call does anything for it.
 
         Examples
         --------

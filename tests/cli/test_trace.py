@@ -84,17 +84,3 @@ def test_file_that_is_no_trace_is_refused(
         path.write_text(text)
     assert main(["trace", str(path)]) == 2
     assert wrong in capsys.readouterr().err
-
-
-def test_part_that_was_cut_off_is_read_as_far_as_it_goes(tmp_path: Path, capsys: Capture) -> None:
-    path = str(tmp_path / "run.json")
-
-    def fails(comm: ac.Communicator) -> None:
-        with pytest.raises(ZeroDivisionError), comm.trace(path):
-            comm.allreduce(1) + comm.allreduce(2) // 0
-
-    run(1, fails)
-    part = Path(f"{path}.rank0")
-    part.write_text(part.read_text()[:-20])
-    assert main(["trace", path]) == 0
-    assert "1 call of 1 rank " in capsys.readouterr().out
