@@ -56,11 +56,6 @@ class ProgramToken:
 
     The array stays on the device of the first program, since some versions of XLA cannot copy a
     token. Programs on other devices wait for the one before them, and the next one waits for them.
-
-    Attributes
-    ----------
-    array : Array of bool, shape (0,), or None
-        Its memory is that of the last program's token. None before the first program.
     """
 
     def __init__(self, effect: Any) -> None:
@@ -71,6 +66,7 @@ class ProgramToken:
         self._threads: dict[int, threading.Thread] = {}
         # What the programs have raised that these threads are dispatching.
         self._errors: dict[int, BaseException] = {}
+        # Of shape (0,), in the memory of the last program's token.
         self.array: Any = None
 
     def is_on(self, devices: Sequence[Any]) -> bool:

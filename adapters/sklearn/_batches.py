@@ -25,24 +25,14 @@ _GENERATORS: Final = (np.random.RandomState, np.random.Generator)
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The samples of one rank.
-
-    Attributes
-    ----------
-    X, y : array-like
-        As the caller passed them; y may be None.
-    samples : int
-        May be 0.
-    features : int or None
-        None if there are no samples, and X does not say it.
-    names : tuple of str, or None
-        The columns of a data frame.
-    """
+    """The samples of one rank."""
 
     X: Any
     y: Any
     samples: int
+    # None if there are no samples, and X does not say it.
     features: int | None
+    # The columns of a data frame.
     names: tuple[str, ...] | None
 
     @classmethod

@@ -47,24 +47,14 @@ class FastPaths:
 
     They are given up together: if there are too many, if a guard or a tracer has to see every call,
     and at the end.
-
-    Attributes
-    ----------
-    find : callable
-        `find(key)` returns the fast path of calls with this key, or None.
-    repeats : compiled.Repeats or None
-        Small reductions of NumPy arrays, as the native part finds them. None if it cannot make
-        steps of the control channel.
-    again : callable or None
-        `again(x, op, out)` makes a call like one of these and returns `out`, or does nothing and
-        returns None.
     """
 
     def __init__(self, group: Group, statistics: Statistics) -> None:
         self._group, self._statistics = group, statistics
         self._paths: dict[Hashable, FastPath] = {}
         self.find: Callable[[Hashable], FastPath | None] = self._paths.get
-        # Another class of control channel does more in a step.
+        # Small reductions of NumPy arrays; `again(x, op, out)` makes one and returns `out`, or does
+        # nothing and returns None. Another class of control channel does more in a step.
         control = group.control
         shared = compiled is not None and type(control) is SharedControl
         makes_steps = shared or control.native is not None

@@ -62,16 +62,9 @@ class _PlaceGuard(PrivateGuard):
 
 
 class ProgramCalls:
-    """The calls of programs over the ranks of one communicator.
+    """The calls of programs over the ranks of one communicator, made on a duplicate."""
 
-    Attributes
-    ----------
-    comm : Communicator
-        The duplicate on which they are made.
-    tags : range
-        The tags that messages between programs may have.
-    """
-
+    # Those that messages between programs may have.
     tags: Final = range(TAGS)
 
     def __init__(self, shared: Communicator) -> None:

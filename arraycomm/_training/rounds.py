@@ -45,41 +45,26 @@ Leaves: TypeAlias = dict[int, Any]
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a rank is in its training.
-
-    Attributes
-    ----------
-    step, evaluation, number : int
-        The step, the evaluation of its closure (0 without one), and the round in it.
-    skipped : bool
-        Whether gradients had been reduced for the step before, which was not taken.
-    stepping : bool
-        Whether the rank is in `step()`, not in a backward pass.
-    worked : bool
-        Whether it has reduced gradients of a backward pass of its own in this step.
-    pending : bool
-        Whether it has gradients that are still to be reduced: in `step()` those of no backward
-        pass, at the end of a pass those that came after their reduction had begun.
-    replaced : bool
-        Whether it is in `step()` with reduced gradients that were replaced by others.
-    changed : bool
-        Whether it is in `step()` with reduced gradients that were written to.
-    stale : bool
-        Whether it is in `step()` with gradients that seem to be those of a step before.
-    others : bool
-        Whether the optimizer's parameters are others than in the last round.
-    """
+    """Where a rank is in its training."""
 
     step: int = 1
+    # Of the step's closure, 0 without one; and the round in it.
     evaluation: int = 0
     number: int = 0
+    # Gradients had been reduced for the step before, which was not taken.
     skipped: bool = False
+    # In `step()`, not in a backward pass.
     stepping: bool = False
+    # Gradients of a backward pass of its own have been reduced in this step.
     worked: bool = False
+    # Gradients are still to be reduced: in `step()` those of no backward pass, at the end of a pass
+    # those that came after their reduction had begun.
     pending: bool = False
+    # In `step()`: reduced gradients were replaced, or written to, or are those of a step before.
     replaced: bool = False
     changed: bool = False
     stale: bool = False
+    # The optimizer's parameters are others than in the last round.
     others: bool = False
 
     def word(self) -> int:

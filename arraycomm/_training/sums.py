@@ -14,17 +14,12 @@ from arraycomm._trees.reduce import AllreduceGradients
 
 
 class Sums:
-    """The sums of one optimizer's gradients over the steps so far, one for each leaf.
-
-    Attributes
-    ----------
-    has_reduced : bool
-        Whether the last of the accumulated steps has reduced the sums already.
-    """
+    """The sums of one optimizer's gradients over the steps so far, one for each leaf."""
 
     def __init__(self, accumulate: int) -> None:
         self._accumulate, self._steps = accumulate, 0
         self._sums: list[Sum | None] = []
+        # Whether the last of the accumulated steps has reduced them already.
         self.has_reduced = False
 
     @property

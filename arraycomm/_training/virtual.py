@@ -22,23 +22,12 @@ from arraycomm._trees.pytrees import Flat
 
 
 class VirtualRanks:
-    """The virtual ranks of one optimizer, the round that it is in, and the totals of gradients.
-
-    Attributes
-    ----------
-    count : int
-        How many there are.
-    rounds : int
-        In how many rounds the ranks play them.
-    round : int
-        The round under way, from 0.
-    is_complete : bool
-        Whether the gradients of the round under way are in the totals.
-    """
+    """The virtual ranks of one optimizer, the round that it is in, and the totals of gradients."""
 
     def __init__(self, count: int, op: str, rank: int, size: int) -> None:
         self.count, self.rounds = count, -(-count // size)
         self._op, self._rank, self._size = op, rank, size
+        # The round under way, and whether its gradients are in the totals.
         self.round, self.is_complete = 0, False
         # Whether any has had a backward pass in the step.
         self._worked = False
