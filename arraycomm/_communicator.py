@@ -16,8 +16,15 @@ from arraycomm._callsite import trim
 from arraycomm._collectives import groups
 from arraycomm._collectives.grid import GridCalls, Layout, MakeGrid, layout_of
 from arraycomm._collectives.groups import Barrier
-from arraycomm._collectives.located import Maxloc, Minloc
-from arraycomm._collectives.movements import Allgather, Alltoall, Bcast, Gather, Scatter
+from arraycomm._collectives.movements import (
+    Allgather,
+    Alltoall,
+    Bcast,
+    Gather,
+    Maxloc,
+    Minloc,
+    Scatter,
+)
 from arraycomm._collectives.nonblocking import NonblockingCalls
 from arraycomm._collectives.objects import AllgatherObject, BcastObject, GatherObject
 from arraycomm._collectives.reductions import Allreduce, Reduce, ReduceScatter

@@ -30,7 +30,7 @@ from arraycomm._start.arguments import Arguments, Default, default, seconds_of
 from arraycomm._start.choice import Start, choose_start, open_world, refuse_other_ranks
 from arraycomm._start.opened import open_alone
 from arraycomm._start.over_mpi import mpi_transport
-from arraycomm._trace import environment
+from arraycomm._trace.trace import begin_world, end_world
 from arraycomm._transports.notes import FAILED, GAVE_UP
 
 
@@ -170,7 +170,7 @@ def init(
     _session.world, _session.arguments = Communicator(opened.runner), arguments
     _session.facts = opened.facts()
     _session.is_one = backend == "auto" and _session.world.size == 1
-    environment.begin(opened.runner)
+    begin_world(opened.runner)
     _session.show(verbose)
     return world()
 
@@ -351,7 +351,7 @@ def _is_nothing_left(runner: Runner) -> bool:
     closed = any(group.closed is not None for group in root.related)
     unmatched = sum(group.unmatched for group in root.related)
     try:
-        environment.end()
+        end_world()
         replies = runner.call(Finalize, ENDED_BY_ERROR if closed else unmatched)
     except PeerError as error:
         # Ranks on which an error has ended the world do not come, but may call `init` again.

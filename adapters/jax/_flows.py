@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.interpreters import partial_eval
 
-from arraycomm.adapters.jax._division import Division, select
+from arraycomm.adapters.jax._sharded_state import Division, select
 from arraycomm.adapters.jax._tracing import holds_tracers
 
 

@@ -18,15 +18,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from arraycomm.adapters.jax._division import (
+from arraycomm.adapters.jax._flows import leaves_of_state, needed, refusal, text
+from arraycomm.adapters.jax._primitive import Call, bind
+from arraycomm.adapters.jax._sharded_state import (
     Division,
     ShardedState,
     division_of,
     is_elsewhere,
     select,
 )
-from arraycomm.adapters.jax._flows import leaves_of_state, needed, refusal, text
-from arraycomm.adapters.jax._primitive import Call, bind
 from arraycomm.adapters.jax._tracing import is_traced
 
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import functools
 import importlib
+import sys
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch.distributed as dist
 
 from arraycomm._entries import leave_to_python, opaque
 from arraycomm.adapters.torch_distributed._group import ArrayCommProcessGroup
-from arraycomm.adapters.torch_distributed._libraries import telling_libraries
 from arraycomm.adapters.torch_distributed._start import make_group, rendezvous_or
 
 __all__: list[str] = []
@@ -32,6 +33,25 @@ _UNTRACED: Final = (
     "scatter_object_list",
     "send_object_list",
 )
+# pytorch-ignite's `auto_model` wraps a model only if the backend is NCCL, GLOO or MPI of this
+# module; else the ranks train apart. MPI is free, for torch is seldom built with it.
+_IGNITE: Final = "ignite.distributed.comp_models.native"
+
+
+def _telling_libraries(original: Callable[..., str]) -> Callable[..., str]:
+    """Return a `get_backend` that lets the library that asks know this backend's name.
+
+    It may be imported at any time, but asks before it decides.
+    """
+
+    @functools.wraps(original)
+    def get_backend(group: Any = None) -> str:
+        name = original(group)
+        if "arraycomm" in name and _IGNITE in sys.modules:
+            vars(sys.modules[_IGNITE])["MPI"] = name
+        return name
+
+    return get_backend
 
 
 def _register() -> None:
@@ -40,7 +60,7 @@ def _register() -> None:
     handlers["env"] = rendezvous_or(handlers["env"])
     ours = {
         "monitored_barrier": _with_our_groups(dist.monitored_barrier),
-        "get_backend": telling_libraries(dist.get_backend),
+        "get_backend": _telling_libraries(dist.get_backend),
     }
     for module in (dist, dist.distributed_c10d):
         vars(module).update(ours)

@@ -9,12 +9,14 @@ from typing import Any, ClassVar
 import numpy as np
 
 from arraycomm._arrays.buffer import Array, BufferView
+from arraycomm._arrays.exchange import exchange
+from arraycomm._arrays.results import to_framework
 from arraycomm._calls.arguments import check_root, check_rows
 from arraycomm._calls.attempts import take_together
 from arraycomm._calls.operation import NO_SHARE, ArrayOperation, Context, Operation, Share
 from arraycomm._calls.placement import Destination, ResultBuffer, flatten
 from arraycomm._calls.refusals import announced, check_taken, framework_code, like_root, wanted_kind
-from arraycomm._dtypes import DType
+from arraycomm._dtypes import DType, Kind, check_reducible, kind_of
 from arraycomm._protocol.agreement import Agreement
 from arraycomm._protocol.announced import check_payload, malformed
 from arraycomm._protocol.details import Description, Nothing, description_of, exchange_details
@@ -260,3 +262,30 @@ class Alltoall(ArrayOperation):
             return
         for row, (start, end) in zip(self.rows(agreement), pairwise(bounds), strict=True):
             into[start:end] = row[bounds[rank] : bounds[rank + 1]]
+
+
+class Maxloc(Allgather):
+    """The largest elements of all ranks, and on which they are: see `Communicator.maxloc`."""
+
+    name, code = "maxloc", 42
+    op = "max"
+
+    def __init__(self, context: Context, x: Any) -> None:
+        super().__init__(context, x, None)
+        check_reducible(self.source.dtype, self.op)
+
+    def result(self, agreement: Agreement) -> Any:
+        rows = exchange(super().result(agreement), "numpy").reshape(self.group.size, -1)
+        # The comparisons of floats of 16 and 8 bits are not those of NumPy.
+        wide = rows.astype(np.float32) if kind_of(rows.dtype) is Kind.NARROW else rows
+        places = wide.argmax(0) if self.op == "max" else wide.argmin(0)
+        found, ranks = np.take_along_axis(rows, places[np.newaxis], 0), places.astype(np.int32)
+        shape, like = self.source.shape, self.source
+        return to_framework(found.reshape(shape), like), to_framework(ranks.reshape(shape), like)
+
+
+class Minloc(Maxloc):
+    """See `Communicator.minloc`."""
+
+    name, code = "minloc", 43
+    op = "min"

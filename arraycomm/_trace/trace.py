@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
 
+from arraycomm import _launch
 from arraycomm._calls.operation import Context, Operation
 from arraycomm._calls.requests import ProcessBound
 from arraycomm._calls.runner import Runner
 from arraycomm._collectives.objects import GatherObject
 from arraycomm._entries import entries
 from arraycomm._errors import ArrayCommError
+from arraycomm._exit.exit import when_all_left
 from arraycomm._protocol.agreement import Agreement
 from arraycomm._protocol.header import Signature
 from arraycomm._protocol.waits.still_waiting import say
@@ -21,6 +24,8 @@ from arraycomm._trace import clocks, files
 from arraycomm._trace.recorder import Recorder, is_known
 from arraycomm._trace.records import Clock, Part
 from arraycomm._transports.base import Steps
+
+VARIABLE = "ARRAYCOMM_TRACE"
 
 
 class CompareClocks(Operation):
@@ -194,3 +199,54 @@ class Traceable:
         [0, 1]
         """
         return Trace(self._runner, path)
+
+
+class _WorldTrace:
+    """The trace of this process's world, from `init` to its end, by `ARRAYCOMM_TRACE`."""
+
+    def __init__(self) -> None:
+        self.trace: Trace | None = None
+        self.alone = self.first = False
+        self._registered = False
+
+    def begin(self, runner: Runner) -> None:
+        """Begin the trace that the environment asks for, if it does; collective.
+
+        A process that a rank has started inherits the variable, but is no rank.
+        """
+        path = os.environ.get(VARIABLE, "")
+        if not path or _launch.claimed_by(os.environ, os.getpid()):
+            return
+        group = runner.group
+        self.trace = Trace(runner, path, f", by {VARIABLE}").__enter__()
+        self.alone, self.first = group.size == 1, group.rank == 0
+        if not self._registered:
+            self._registered = True
+            # Called before the ranks wait for one another, since it is registered later.
+            atexit.register(self._save)
+            when_all_left(self._merge)
+
+    def end(self) -> None:
+        """End the trace; collective."""
+        trace, self.trace = self.trace, None
+        if trace is not None:
+            trace.__exit__(None, None, None)
+
+    def _save(self) -> None:
+        """Save this rank's part: at the end of a program not every rank comes to a collective."""
+        if self.trace is None or not self.trace.is_own:
+            return
+        self.trace.stop()
+        self.trace.save()
+        if self.alone:
+            self._merge()
+
+    def _merge(self) -> None:
+        """Make one file of the parts of ranks that have all ended well."""
+        if self.trace is not None and self.first:
+            with self.trace.saying_what_is_lost(self.trace.path):
+                files.merge(self.trace.path)
+
+
+_world = _WorldTrace()
+begin_world, end_world = _world.begin, _world.end

@@ -235,7 +235,7 @@ ARGUMENTS: Final = (
     ),
     Fault(
         "last place: `maxloc` returns the last rank that has the largest element",
-        "arraycomm/_collectives/located.py",
+        "arraycomm/_collectives/movements.py",
         '        places = wide.argmax(0) if self.op == "max" else wide.argmin(0)',
         '        places = len(wide) - 1 - wide[::-1].argmax(0) if self.op == "max" else wide.argmin(0)',
         _PLACES,
