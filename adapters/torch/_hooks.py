@@ -31,9 +31,8 @@ from arraycomm._entries import opaque
 from arraycomm._launch.places import cores
 from arraycomm.adapters.torch._backward import Backward, enclosing_node
 from arraycomm.adapters.torch._buckets import Buckets
-from arraycomm.adapters.torch._join import JoinedSteps
 from arraycomm.adapters.torch._parameters import Parameters, kept_gradient
-from arraycomm.adapters.torch._rounds import BucketRounds
+from arraycomm.adapters.torch._rounds import BucketRounds, JoinedSteps
 from arraycomm.adapters.torch._slots import Slot
 
 # Why a backward pass has left gradients unreduced, and what to do.

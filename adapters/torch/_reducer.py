@@ -8,9 +8,8 @@ from typing import Any
 from arraycomm.adapters.torch._buckets import Buckets
 from arraycomm.adapters.torch._checks import check_owners, check_unchanged
 from arraycomm.adapters.torch._hooks import BackwardReducer
-from arraycomm.adapters.torch._join import JoinedSteps
 from arraycomm.adapters.torch._parameters import Parameters
-from arraycomm.adapters.torch._rounds import BucketRounds
+from arraycomm.adapters.torch._rounds import BucketRounds, JoinedSteps
 
 
 class Reducer:

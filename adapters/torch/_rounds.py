@@ -16,7 +16,7 @@ import arraycomm as ac
 from arraycomm._training.rounds import Part
 from arraycomm.adapters.torch._backward import Backward
 from arraycomm.adapters.torch._buckets import Buckets
-from arraycomm.adapters.torch._checks import compare, judge_stale
+from arraycomm.adapters.torch._checks import compare, digest, judge_stale
 from arraycomm.adapters.torch._parameters import Parameters
 
 
@@ -145,3 +145,50 @@ class BucketRounds:
 def _need_comparison(places: Sequence[Any]) -> bool:
     """Return whether gradients may differ between ranks since they have been reduced."""
     return any(p.replaced for p in places) or len({p.changed for p in places}) > 1
+
+
+class JoinedSteps:
+    """The steps of one optimizer inside `join`: by weight, and given to ranks without data."""
+
+    def __init__(self, parameters: Parameters) -> None:
+        self._parameters, self._gradients = parameters, parameters.gradients
+        # Whether gradients have been reduced for this step.
+        self._has_reduced = False
+
+    def forget_zeroed(self) -> None:
+        """Begin a new step if all gradients of the last one have been zeroed without it."""
+        parameters = self._parameters
+        if self._has_reduced and parameters.are_zeroed(range(len(parameters.tensors))):
+            self._has_reduced = False
+
+    def reduce(self) -> None:
+        """Reduce all gradients by weight."""
+        parameters = self._parameters
+        try:
+            parameters.settle_all(self._gradients.reduce_in_join(parameters.all_unreduced()))
+            self._has_reduced = True
+        finally:
+            parameters.forget_sent()
+
+    def step(self) -> bool:
+        """Give a step's gradients to ranks without data; return whether the step can be taken."""
+        if not self._has_reduced:
+            self.reduce()
+        grads = self._parameters.grads
+        replaced = digest(grads) if self._parameters.shown_in_step()["replaced"] else None
+        complete = self._gradients.hand_over(grads, replaced)
+        self._has_reduced = False
+        self._parameters.forget_reduced()
+        return bool(complete)
+
+    def check_over(self) -> None:
+        """Raise if a `join` block has ended between a backward pass and its step."""
+        if self._has_reduced:
+            self._has_reduced = False
+            self._gradients.fail(
+                RuntimeError(
+                    "DistributedOptimizer: step() was called after a join block with gradients of "
+                    "a backward() inside, which ranks without data do not have; call both inside, "
+                    "or both after the block"
+                )
+            )

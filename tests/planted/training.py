@@ -281,7 +281,7 @@ OPTIMIZERS: Final = (
 TORCH: Final = (
     Fault(
         "failed gradients of a join: those of a reduction that failed are reduced with the next",
-        f"{_ADAPTERS}/torch/_join.py",
+        f"{_ADAPTERS}/torch/_rounds.py",
         "        finally:\n            parameters.forget_sent()",
         "        finally:\n            pass",
         ("inside_join_ranks_take_the_steps_of_the_others",),

@@ -156,7 +156,6 @@ LARGER = {
     "_cuda.links.nccl_link:NcclLink": 22,
     "_transports.mpi.transport:MPITransport": 22,
     "arraycomm/_trees": 17,
-    "adapters/torch": 18,
 }
 # Of what there is a number only, the same.
 COUNTS = {

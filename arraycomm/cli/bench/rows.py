@@ -182,15 +182,7 @@ def nbytes_of(shapes: Shapes) -> int:
     return 4 * sum(map(prod, shapes))
 
 
-def _gpt2() -> Shapes:
-    """Parameters of the small GPT-2 (Radford and others, 2019): 12 blocks of width 768."""
-    width = 768
-    shapes: list[tuple[int, ...]] = [(50257, width), (1024, width)]
-    for _ in range(12):
-        shapes += [(width,), (width,), (width, 3 * width), (3 * width,)]
-        shapes += [(width, width), (width,), (width,), (width,)]
-        shapes += [(width, 4 * width), (4 * width,), (4 * width, width), (width,)]
-    return (*shapes, (width,), (width,))
-
-
-TREES: Final = {"GPT-2": _gpt2(), "1,000 leaves": tuple((1000 + leaf,) for leaf in range(1000))}
+TREES: Final = {
+    "100 leaves of 1 MB": ((512, 512),) * 100,
+    "1,000 leaves of 4 to 8 KB": tuple((1000 + leaf,) for leaf in range(1000)),
+}

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Final
 
-from arraycomm.cli.bench import rows
+from arraycomm.cli.bench.rows import Shapes
 
 
-def _resnet50() -> rows.Shapes:
+def _resnet50() -> Shapes:
     """Parameters of ResNet-50 (He, Zhang, Ren, Sun, 2016), in torchvision's order."""
     shapes: list[tuple[int, ...]] = [(64, 3, 7, 7), (64,), (64,)]
     inputs = 64
@@ -23,4 +23,19 @@ def _resnet50() -> rows.Shapes:
     return (*shapes, (1000, 2048), (1000,))
 
 
-TREES: Final = {"ResNet-50": _resnet50(), **rows.TREES}
+def _gpt2() -> Shapes:
+    """Parameters of the small GPT-2 (Radford and others, 2019): 12 blocks of width 768."""
+    width = 768
+    shapes: list[tuple[int, ...]] = [(50257, width), (1024, width)]
+    for _ in range(12):
+        shapes += [(width,), (width,), (width, 3 * width), (3 * width,)]
+        shapes += [(width, width), (width,), (width,), (width,)]
+        shapes += [(width, 4 * width), (4 * width,), (4 * width, width), (width,)]
+    return (*shapes, (width,), (width,))
+
+
+TREES: Final = {
+    "ResNet-50": _resnet50(),
+    "GPT-2": _gpt2(),
+    "1,000 leaves": tuple((1000 + leaf,) for leaf in range(1000)),
+}
