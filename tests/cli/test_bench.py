@@ -53,10 +53,10 @@ class Alone(Ranks):
 
 
 def test_contenders_take_every_place_in_turn_and_get_the_same_time() -> None:
-    for contenders in ("ab", "abc"):
-        orders = [rotated(contenders, repetition) for repetition in range(2 * len(contenders))]
-        for place in range(len(contenders)):
-            assert sorted(order[place] for order in orders) == sorted(2 * contenders)
+    for count in (2, 3):
+        orders = [rotated(count, repetition) for repetition in range(2 * count)]
+        for place in range(count):
+            assert sorted(order[place] for order in orders) == sorted(2 * [*range(count)])
     made = [0, 0]
 
     def call(which: int, seconds: float) -> None:

@@ -14,6 +14,7 @@ from typing import Any, Final
 import arraycomm
 from arraycomm._launch import detect
 from arraycomm._launch.places import cores
+from arraycomm._launch.probe import in_short
 from arraycomm.cli.bench import rows
 from arraycomm.cli.bench.results import FORMAT, HEADING, as_text, compare
 from arraycomm.cli.bench.timing import Ranks, measure
@@ -95,7 +96,7 @@ def about(ranks: Ranks, words: Sequence[str]) -> dict[str, Any]:
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": [*launcher, *words],
         "ranks": ranks.size,
-        "mpi": " ".join(MPI.Get_library_version().strip("\0").splitlines()[0].split()),
+        "mpi": in_short(MPI.Get_library_version()),
         "cores": cores(),
         "machine": about_machine(),
         "unit": "seconds per call of the slowest rank",

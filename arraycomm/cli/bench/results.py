@@ -14,7 +14,7 @@ from arraycomm.cli.bench.timing import ratio
 
 # What is in the files: 2 since a line has the samples of one call of arraycomm's, and of mpi4py's.
 FORMAT: Final = 2
-_COLUMNS: Final = "{:36}{:>12}{:>12}{:>8}{:>14}"
+_COLUMNS: Final = "{:40}{:>12}{:>12}{:>8}{:>14}"
 HEADING: Final = _COLUMNS.format("", "arraycomm", "mpi4py", "ratio", "bandwidth").rstrip()
 # One line of the results: a name, the bytes if their bandwidth is of interest, and both samples.
 Line = dict[str, Any]

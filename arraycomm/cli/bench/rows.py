@@ -184,5 +184,5 @@ def nbytes_of(shapes: Shapes) -> int:
 
 TREES: Final = {
     "100 leaves of 1 MB": ((512, 512),) * 100,
-    "1,000 leaves of 4 to 8 KB": tuple((1000 + leaf,) for leaf in range(1000)),
+    "1,000 leaves of 6 KB": tuple((1000 + leaf,) for leaf in range(1000)),
 }

@@ -6,11 +6,9 @@ import gc
 import statistics
 from collections.abc import Callable, Sequence
 from time import perf_counter
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from arraycomm import Communicator
-
-T = TypeVar("T")
 
 Call = Callable[[], Any]
 
@@ -40,14 +38,14 @@ class Ranks:
         self.mpi.Free()
 
 
-def rotated(contenders: Sequence[T], repetition: int) -> list[T]:
-    """Return the order of contenders in one repetition.
+def rotated(count: int, repetition: int) -> list[int]:
+    """Return the order of contenders in one repetition, by their numbers.
 
     Each repetition starts with another one, and every second round of them runs backwards: none of
     them always comes first, or always after the same other one.
     """
-    rounds, first = divmod(repetition, len(contenders))
-    order = [*contenders[first:], *contenders[:first]]
+    rounds, first = divmod(repetition, count)
+    order = [*range(first, count), *range(first)]
     return order[::-1] if rounds % 2 else order
 
 
@@ -81,7 +79,7 @@ def measure(
             repetitions = min(repetitions, max(FEWEST, int(seconds / once)))
         samples: list[list[float]] = [[] for _ in contenders]
         for repetition in range(repetitions if contenders else 0):
-            for which in rotated(range(len(contenders)), repetition):
+            for which in rotated(len(contenders), repetition):
                 took = _sample(contenders[which], calls[which], ranks)
                 samples[which].append(took / calls[which])
     finally:
