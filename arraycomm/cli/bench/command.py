@@ -61,7 +61,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the benchmark; return 0, or 1 if arraycomm gave a wrong result, or one too late."""
     if arguments.compare is not None:
-        return compare(*arguments.compare, arguments.at_most)
+        before, after = arguments.compare
+        return compare(before, after, arguments.at_most)
     if detect(os.environ) is None:
         return launch(arguments.ranks, arguments.words)
     ranks = Ranks(arraycomm.init("mpi"))
