@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -55,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--ranks", type=positive, default=2, metavar="N", help="without mpiexec; default 2")
     for option in REMOVED:
-        add(option, type=_refuse, help=argparse.SUPPRESS)
+        add(option, type=partial(_refuse, option), help=argparse.SUPPRESS)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -118,9 +119,9 @@ def asked(ranks: Ranks, mode: str | None, wanted: Sequence[int] | None) -> Itera
             yield from rows.tree(ranks, name, shapes)
 
 
-def _refuse(_: str) -> None:
+def _refuse(option: str, _: str) -> None:
     raise argparse.ArgumentTypeError(
-        "was removed; clone the repository, and run "
+        f"{option} was removed; clone the repository, and run "
         "`arraycomm run -m docs.studies.benchmarks.arrays` there"
     )
 
