@@ -14,7 +14,7 @@ from arraycomm._cuda.links import gpu_aware
 from arraycomm._launch import ADDRESS, NUMBER, RANK
 from arraycomm._protocol.waits import still_waiting
 from arraycomm._start import joining
-from arraycomm._trace import environment
+from arraycomm._trace import trace
 
 PAGE: Final = Path(__file__).parents[1] / "environment.md"
 
@@ -38,7 +38,7 @@ VARIABLES: Final = {
     "ARRAYCOMM_CHECK": Variable(
         "1", "0 leaves out the comparison of calls before large arrays; as `init(check=…)`"
     ),
-    environment.VARIABLE: Variable(
+    trace.VARIABLE: Variable(
         "–", "a file to which the calls of all ranks [are recorded](tracing.md)"
     ),
     "ARRAYCOMM_TRACEBACK": Variable(
