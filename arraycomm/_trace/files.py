@@ -17,8 +17,7 @@ _PART = ".rank"
 
 def prepare(path: str) -> None:
     """Make the file empty, and remove what an earlier job has left beside it."""
-    with open(path, "wb"):
-        pass
+    Path(path).write_bytes(b"")
     for part in _parts_beside(path):
         part.unlink()
 
@@ -28,26 +27,16 @@ def part_path(path: str, rank: int) -> str:
     return f"{path}{_PART}{rank}"
 
 
-def save(path: str, part: Part) -> None:
-    """Write a rank's part to a file of its own."""
-    _write(part_path(path, part.rank), vars(part))
-
-
 def merge(path: str) -> None:
     """Make one file of the ranks' own files, which are removed."""
     parts = read_parts(path)
     if parts:
-        write(path, parts)
+        write(path, timeline(parts))
         for part in parts:
             remove(path, part.rank)
 
 
-def write(path: str, parts: list[Part]) -> None:
-    """Write the timeline of all ranks."""
-    _write(path, timeline(parts))
-
-
-def _write(path: str, content: dict[str, Any]) -> None:
+def write(path: str, content: dict[str, Any]) -> None:
     """Write JSON; a reader sees all of it or nothing."""
     partial = f"{path}.partial"
     try:

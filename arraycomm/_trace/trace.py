@@ -23,6 +23,7 @@ from arraycomm._protocol.waits.still_waiting import say
 from arraycomm._trace import clocks, files
 from arraycomm._trace.recorder import Recorder, is_known
 from arraycomm._trace.records import Clock, Part
+from arraycomm._trace.timeline import timeline
 from arraycomm._transports.base import Steps
 
 VARIABLE = "ARRAYCOMM_TRACE"
@@ -122,14 +123,15 @@ class Trace(ProcessBound):
             self.save()
             raise
         if parts is not None:
-            files.write(self.path, parts)
+            files.write(self.path, timeline(parts))
         files.remove(self.path, self._part.rank)
 
     def save(self) -> None:
         """Save the records to this rank's own file, where `arraycomm trace` finds them."""
         if self.is_own:
-            with self.saying_what_is_lost(files.part_path(self.path, self._part.rank)):
-                files.save(self.path, self._gathered())
+            own = files.part_path(self.path, self._part.rank)
+            with self.saying_what_is_lost(own):
+                files.write(own, vars(self._gathered()))
 
     @contextmanager
     def saying_what_is_lost(self, path: str) -> Iterator[None]:

@@ -16,11 +16,9 @@ from arraycomm.cli.bench.timing import ratio
 FORMAT: Final = 2
 _COLUMNS: Final = "{:40}{:>12}{:>12}{:>8}{:>14}"
 HEADING: Final = _COLUMNS.format("", "arraycomm", "mpi4py", "ratio", "bandwidth").rstrip()
-# One line of the results: a name, the bytes if their bandwidth is of interest, and both samples.
-Line = dict[str, Any]
 
 
-def as_text(line: Line) -> str:
+def as_text(line: dict[str, Any]) -> str:
     """Lay out one line of the results: medians, their ratio, and perhaps a bandwidth."""
     own, other, nbytes = line["arraycomm"], line["mpi4py"], line["nbytes"]
     bandwidth = f"{number_text(nbytes / median(own) / 1e9)} GB/s" if nbytes else ""

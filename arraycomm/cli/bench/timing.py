@@ -67,18 +67,19 @@ def measure(
     contenders get about the same part of `seconds`, but at least one call in each sample. If that
     takes longer than `seconds`, there are fewer repetitions, down to `FEWEST`.
     """
+    if not contenders:
+        return []
     collects = gc.isenabled()
     gc.collect()
     gc.disable()
     try:
         estimates = [_estimate(call, ranks) for call in contenders]
-        share = seconds / (repetitions * max(1, len(contenders)))
+        share = seconds / (repetitions * len(contenders))
         calls = [max(1, int(share / estimate)) for estimate in estimates]
         once = sum(n * estimate for n, estimate in zip(calls, estimates, strict=True))
-        if once:
-            repetitions = min(repetitions, max(FEWEST, int(seconds / once)))
+        repetitions = min(repetitions, max(FEWEST, int(seconds / once)))
         samples: list[list[float]] = [[] for _ in contenders]
-        for repetition in range(repetitions if contenders else 0):
+        for repetition in range(repetitions):
             for which in rotated(len(contenders), repetition):
                 took = _sample(contenders[which], calls[which], ranks)
                 samples[which].append(took / calls[which])
