@@ -14,12 +14,11 @@ from typing import Any, Final
 
 import arraycomm
 from arraycomm._launch import detect
-from arraycomm._launch.places import cores
 from arraycomm._launch.probe import in_short
 from arraycomm.cli.bench import rows
 from arraycomm.cli.bench.results import FORMAT, HEADING, as_text, compare
 from arraycomm.cli.bench.timing import Ranks, measure
-from arraycomm.cli.doctor.machine import about_machine
+from arraycomm.cli.doctor.machine import about_machine, about_place
 from arraycomm.cli.launch import launch, positive
 
 _SUFFIXES: Final = {"K": 10, "M": 20, "G": 30}
@@ -70,7 +69,8 @@ def run(arguments: argparse.Namespace) -> int:
     is_root = ranks.rank == 0
     results = about(ranks, arguments.words)
     if is_root:
-        print(f"{results['mpi']}; {results['cores']} cores; ranks: {ranks.size}\n\n{HEADING}")
+        cores = len(results["machine"]["cores"])
+        print(f"{results['mpi']}; {cores} cores; ranks: {ranks.size}\n\n{HEADING}")
     limits = {"repetitions": arguments.repeats, "seconds": arguments.seconds}
     for row in asked(ranks, arguments.mode, arguments.sizes):
         if reason := row.wrong(ranks):
@@ -99,8 +99,7 @@ def about(ranks: Ranks, words: Sequence[str]) -> dict[str, Any]:
         "command": [*launcher, *words],
         "ranks": ranks.size,
         "mpi": in_short(MPI.Get_library_version()),
-        "cores": cores(),
-        "machine": about_machine(),
+        "machine": about_place() | about_machine(),
         "unit": "seconds per call of the slowest rank",
         "lines": [],
     }
