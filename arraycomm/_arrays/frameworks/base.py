@@ -84,7 +84,7 @@ class Framework:
     takes_opaque: bool = True
     # Whether its values are numbers, which have no memory.
     number: bool = False
-    # What messages call it, if its arrays must not be written. Else empty.
+    # What stands before "array" in messages, if its arrays must not be written. Else empty.
     immutable: str = ""
     # Whether `commit_out` can write a view that is a copy back into its array.
     copies_back: bool = False
