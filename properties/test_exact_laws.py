@@ -21,6 +21,7 @@ from arraycomm.testing import given
 from arraycomm.testing._arrays.dtypes import dtype_of
 from arraycomm.testing._arrays.oracle import COMPLEX, FLOAT, NARROW, same_bits
 from tests.support import internals
+from tests.support.on_ranks import alone
 
 Array = np.ndarray[Any, Any]
 
@@ -83,6 +84,7 @@ def exactly(rows: Array, dtype: np.dtype[Any]) -> Array:
     return np.array([rounded(column, _part(dtype)) for column in columns], _part(dtype)).view(dtype)
 
 
+@alone
 @given_here(
     name=st.sampled_from(DTYPES), rows=st.integers(1, 10), count=st.integers(0, 20), seed=seeds()
 )
@@ -100,6 +102,7 @@ def test_a_fold_is_the_sum_of_fractions(name, rows, count, seed) -> None:
             assert same_bits(out, exactly(table[: min(last, rows)], dtype)), way
 
 
+@alone
 @given_here(
     name=st.sampled_from(DTYPES),
     columns=st.integers(1, 2) | st.integers(1, 700),
@@ -123,6 +126,7 @@ def test_words_are_the_same_integers_in_c(name, columns, rows, seed) -> None:
     assert all(kept == found[0][0] and same_bits(out, found[0][1]) for kept, out in found)
 
 
+@alone
 @pytest.mark.parametrize("more", [0, 1, 1 << 21])
 def test_any_number_of_equal_numbers_may_be_added_up(more) -> None:
     """All bits of their fractions are set, which is the most that a sum of them has to hold."""

@@ -45,8 +45,6 @@ _OPEN_MPI: Final = {
     "torch": (
         "../training/test_compression.py::TestTorchProcesses",
         "test_torch_collectives.py::TestProcesses",
-        "test_torch_collectives.py::test_gradients_and_theirs_are_those_of_the_sum_of_all_losses",
-        "test_torch_batchnorm.py::test_training_is_that_of_one_process_with_the_whole_batch",
     ),
 }
 

@@ -15,7 +15,7 @@ import pytest
 import arraycomm as ac
 from arraycomm._communicator import Communicator
 from arraycomm._reduce import selection
-from tests.support.on_ranks import ALL_SIZES
+from tests.support.on_ranks import ALL_SIZES, alone
 from tests.support.oracle import CASES, expected
 
 Array = np.ndarray[Any, Any]
@@ -83,6 +83,7 @@ def test_same_bits_on_every_transport_and_by_every_way(on_ranks, size, chunk, mo
     assert found == {DIGESTS[size]}
 
 
+@alone
 @pytest.mark.parametrize("size", DIGESTS)
 def test_digests_are_those_of_the_oracle(size) -> None:
     assert _oracle(size) == DIGESTS[size]

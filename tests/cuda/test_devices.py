@@ -103,6 +103,8 @@ def _wait_until(found: Any) -> None:
     assert found()
 
 
+# Over MPI some ranks' arrays are on the host; see the next test, and, with all on a device, `on_device`.
+@alone
 @pytest.mark.every_combination
 @pytest.mark.parametrize("name", COLLECTIVES)
 @each_rank_of("size", by="on_devices")
@@ -777,6 +779,8 @@ def _counts(comm: Communicator, kind: str, turns: int) -> list[dict[str, dict[st
     return found
 
 
+# A count is the same whatever carries the call.
+@alone
 @pytest.mark.parametrize("kind", sorted(KINDS.keys() - {"parts"}))
 @each_rank_of("several", by="on_devices")
 def test_prepared_calls_are_counted_like_those_made_in_full(comm, kind, cuda) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.launched import WITHOUT_PLUGINS
 from tests.support.launcher import needs_mpiexec, run_python
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -26,7 +27,7 @@ def test_the_code_on_the_page_is_that_of_the_example() -> None:
 def test_the_counter_example_is_the_one_on_the_page(tmp_path: Path) -> None:
     for name in ("mean_of_means.py", "test_mean_of_means.py"):
         (tmp_path / name).write_bytes((DOCS / "examples" / name).read_bytes())
-    alone = ("-p", "no:cacheprovider", "-p", "no:xdist", "-q", "--rootdir", ".", "-c", "/dev/null")
+    alone = (*WITHOUT_PLUGINS, "-q", "--rootdir", ".", "-c", "/dev/null")
     job = run_python("-m", "pytest", *alone, "test_mean_of_means.py", cwd=tmp_path, timeout=120)
     [shown] = re.findall(r"```text\n(.*?)```", PAGE, re.DOTALL)
     said = iter(job.stdout.splitlines())
@@ -41,6 +42,6 @@ def test_a_program_of_the_first_hour_ends_well(tmp_path: Path, path: Path) -> No
     imported = re.findall(r"(?m)^(?:from|import) (?!lib)(\w+)", path.read_text("utf-8"))
     if not all(map(find_spec, imported)):
         pytest.skip("needs a framework that is not here")
-    suite = ("-m", "pytest", "-p", "no:cacheprovider", "--rootdir", ".", "-c", "/dev/null")
-    job = run_python("-P", *suite * ("test_" in path.name), str(path), ranks=3, cwd=tmp_path)
+    suite = ("-m", "pytest", *WITHOUT_PLUGINS, "--rootdir", ".", "-c", "/dev/null")
+    job = run_python("-P", *suite * ("test_" in path.name), str(path), ranks=2, cwd=tmp_path)
     assert job.returncode == 0, job.stdout + job.stderr

@@ -14,7 +14,7 @@ import pytest
 from tests.session.launching import HEAD
 from tests.support import hosts
 from tests.support.hosts import Hosts
-from tests.support.launched import ROOT
+from tests.support.launched import ROOT, WITHOUT_PLUGINS
 from tests.support.launcher import is_open_mpi
 
 pytestmark = pytest.mark.skipif(bool(hosts.why_not()), reason=hosts.why_not() or "there are")
@@ -109,7 +109,7 @@ def test_laws_and_bits_are_those_of_one_host_with_two_ranks_on_each_of_three(thr
 def _run_tests(made: Hosts, each: int, chosen: str) -> None:
     job = made.start(
         each,
-        *("-m", "pytest", "-q", "--color=no", "-p", "no:cacheprovider", "-k", chosen),
+        *("-m", "pytest", "-q", "--color=no", *WITHOUT_PLUGINS, "-k", chosen),
         *(str(ROOT / test) for test in _TESTS),
         EXAMPLES="1",
         EVERY="1",

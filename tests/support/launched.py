@@ -69,6 +69,7 @@ class Report:
 
 # Plugins that these tests do not use, and that take as long to import as all else.
 _LEFT_OUT: Final = ("cacheprovider", "jaxtyping", "xdist", "xdist.looponfail", "platformdirs")
+WITHOUT_PLUGINS: Final = tuple(word for name in _LEFT_OUT for word in ("-p", f"no:{name}"))
 
 
 def run_pytest(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
@@ -76,9 +77,8 @@ def run_pytest(*arguments: str, **options: Any) -> subprocess.CompletedProcess[s
     # Not above: the launcher needs pytest, which programs on ranks would import too.
     from tests.support.launcher import run_python
 
-    left_out = [word for name in _LEFT_OUT for word in ("-p", f"no:{name}")]
     # Open MPI gives its ranks a terminal.
-    command = ("-m", "pytest", "-q", "--color=no", *left_out, *arguments)
+    command = ("-m", "pytest", "-q", "--color=no", *WITHOUT_PLUGINS, *arguments)
     return run_python(*command, cwd=ROOT, **options)
 
 

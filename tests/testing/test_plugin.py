@@ -529,8 +529,7 @@ def test_fails(comm): assert comm.size == 99
 
 
 @needs_mpiexec
-@pytest.mark.each_mpi
-@pytest.mark.parametrize("per", [None, "file", "test"])
+@pytest.mark.parametrize("per", [None, "file", pytest.param("test", marks=pytest.mark.each_mpi)])
 def test_job_that_ends_takes_nothing_else_with_it(per, tmp_path) -> None:
     """Each file, or each test, in a job of its own; a job that says nothing has not ended well."""
     (tmp_path / "test_ends.py").write_text(ENDS, encoding="utf-8")

@@ -584,7 +584,7 @@ if thinc is None:
     WAYS = [each for each in WAYS if not each.name.startswith("thinc")]
 # Programs need a process a rank; what is compared does not depend on how it comes to the others.
 SOME: Final = 1 if pairwise.EVERY else 3
-CASES: Final = WAYS if LAUNCH is None else [*WAYS[:: 3 * SOME], *COMPILED[::SOME]]
+CASES: Final = WAYS if LAUNCH is None else COMPILED[::SOME]
 
 # The table --------------------------------------------------------------------------------------------
 
