@@ -100,16 +100,6 @@ def test_thread_that_fails_ends_the_communicator_on_every_rank(
     comm.barrier()
 
 
-@each_rank_of("few")
-def test_error_of_an_argument_is_raised_by_wait(comm: Communicator) -> None:
-    request = comm.iallreduce(np.ones(3) if comm.rank else "no")
-    good = comm.iallreduce(1)
-    with pytest.raises(ac.PeerError if comm.rank else TypeError):
-        request.wait()
-    assert good.wait() == comm.size
-    assert comm.allreduce(1) == comm.size
-
-
 @each_rank_of(3)
 def test_mismatch_ends_all_that_is_outstanding(comm: Communicator) -> None:
     broken = comm.dup()
