@@ -90,10 +90,10 @@ def test_what_low_rank_leaves_out_is_added_to_the_next_steps(
 
 
 def test_digits_are_learned_about_as_well_as_without(capfd: pytest.CaptureFixture[str]) -> None:
-    powersgd.main(epochs=3)
+    powersgd.main(epochs=1)
     ac.finalize()
     said = r"accuracy (0\.\d+) with full rank, (0\.\d+) with rank 2"
     plain, compressed = map(float, re.search(said, capfd.readouterr().out).groups())
-    assert plain > 0.85
-    # Of 297 images; five standard deviations of what one of 90 % gets right.
-    assert abs(plain - compressed) < 5 * np.sqrt(0.9 * 0.1 / 297)
+    assert plain > 0.7
+    # Of 297 images; five standard deviations of what one of 80 % gets right.
+    assert abs(plain - compressed) < 5 * np.sqrt(0.8 * 0.2 / 297)
