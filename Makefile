@@ -20,7 +20,8 @@ RANKS ?=
 # How many examples each law is tried on; more than the default make a long hunt. Under mpiexec each costs more.
 EXAMPLES ?=
 few := EXAMPLES=$(or $(EXAMPLES),5)
-# The rest of them run on ranks: 5 over each control channel of each MPI, and 5 with the wheel.
+# The rest of them run on ranks: 5 over each control channel, of one MPI or the other, and 5 with the wheel. `make properties`
+# and `make nightly` take both channels of each.
 alone := EXAMPLES=$(or $(EXAMPLES),10)
 # EVERY=1 runs each row of every crossed table; without it those among which every pair of values occurs.
 EVERY ?=

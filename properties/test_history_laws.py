@@ -346,6 +346,7 @@ def ranked_as(array: Array | None, tensor: bool) -> Any:
 class Histories:
     """Subclasses say over what."""
 
+    @pytest.mark.both_control_channels
     @EXAMPLES
     @given(history=histories(), timeout=60.0)
     def test_calls_made_again_give_what_numpy_says(

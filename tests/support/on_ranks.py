@@ -32,6 +32,8 @@ from tests.support.pairwise import EVERY
 TIMEOUT = 20.0
 LAUNCH = _launch.detect(os.environ)
 MPI = ["mpi-shared", "mpi-messages"]
+# The classes of laws over each.
+_CHANNELS = {"TestSharedMemory": "mpi-shared", "TestMessages": "mpi-messages"}
 TRANSPORTS = ["threads"] if LAUNCH is None else MPI
 ALL_SIZES = list(range(1, min(4 if LAUNCH is None else LAUNCH.size, 4) + 1))
 # Of MPI's jobs one has an even number of ranks, and the other an odd one: each tries half of the sizes.
@@ -88,14 +90,14 @@ def each_rank_of(
 def is_spared(item: pytest.Item) -> bool:
     """Return whether a test goes over this control channel under the other MPI, or on other ranks.
 
-    Half of the tests go over shared memory under MPICH, and by messages under Open MPI; the others
-    the other way round. In a job of an even number of ranks half of them take all, and the others half of
+    Half of the tests, and of the laws, go over shared memory under MPICH, and by messages under Open MPI; the
+    others the other way round. In a job of an even number of ranks half of them take all, and the others half of
     them; in one of an odd number all take all, and a quarter of them one as well. A table of cases may be
     shared out between the MPIs.
     """
     parameters = getattr(item, "callspec", None)
     given = {} if parameters is None else parameters.params
-    channel = given.get("transport", "")
+    channel = given.get("transport") or _CHANNELS.get(getattr(item.parent, "name", ""), "")
     if EVERY or channel not in MPI:
         return False
     open_mpi = "OMPI_COMM_WORLD_RANK" in os.environ
