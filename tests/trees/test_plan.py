@@ -61,17 +61,6 @@ def _assert_same(got: Any, want: Any) -> None:
 
 
 @pytest.mark.parametrize("scale", SCALES)
-@pytest.mark.parametrize("op", ["mean", "sum", "prod"])
-@each_rank_of("few")
-def test_a_plan_returns_the_bits_of_allreduce_tree(comm: Communicator, op, scale) -> None:
-    plan = comm.plan(_tree(comm.rank, scale), op)
-    for step in range(4):
-        mine = _tree(10 * step + comm.rank, scale)
-        _assert_same(plan(mine), ac.allreduce_tree(mine, op, comm=comm))
-        _assert_same(mine, _tree(10 * step + comm.rank, scale))
-
-
-@pytest.mark.parametrize("scale", SCALES)
 @each_rank_of("few", "torch", "jax")
 def test_frameworks_may_be_mixed_differ_and_change(comm: Communicator, scale, torch, jax) -> None:
     makes = [np.array, torch.tensor, jax.numpy.asarray]
