@@ -140,7 +140,7 @@ def empty_like(
     """
     framework = framework_named(like.framework)
     device_buffer = framework.empty(shape, dtype, like.source, memory)
-    order(memory, _streams_of(like, memory), (memory.stream,))
+    order(memory, framework.streams(memory.device), (memory.stream,))
     return Result(device_buffer, shape), device_buffer
 
 
@@ -203,20 +203,11 @@ def _inspect(x: Any, name: str, memory: DeviceMemory) -> tuple[Framework, Device
     return framework, export, found
 
 
-def _streams_of(view: BufferView, memory: DeviceMemory) -> tuple[int, ...]:
-    """Return the streams that the view's framework uses now.
-
-    If a call is in the only one of a view, it is in that of its caller, which all its steps have.
-    """
-    if isinstance(view, DeviceView) and view.streams == (memory.stream,) != (memory.own_stream,):
-        return view.streams
-    return framework_named(view.framework).streams(memory.device)
-
-
 def _release(view: BufferView, memory: DeviceMemory) -> None:
     """Have the streams that the view's framework uses wait for the memory's stream."""
     before = view.streams if isinstance(view, DeviceView) else ()
-    order(memory, (memory.stream,), dict.fromkeys((*before, *_streams_of(view, memory))))
+    now = framework_named(view.framework).streams(memory.device)
+    order(memory, (memory.stream,), dict.fromkeys((*before, *now)))
     if isinstance(view, DeviceView) and not view.streams:
         LEASES.add(memory.record(), view)
 

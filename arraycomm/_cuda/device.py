@@ -139,10 +139,9 @@ class current(working_on):  # noqa: N801
     __slots__ = ()
 
     def __exit__(self, *raised: object) -> None:
-        if self._before >= 0:
-            super().__exit__(*raised)
+        super().__exit__(*raised)
         error = raised[1]
-        if error is not None and isinstance(error, RuntimeError):
+        if isinstance(error, RuntimeError):
             import cupy
 
             cuda = cupy.cuda

@@ -367,19 +367,13 @@ def _copy_in_jax() -> Any:
 
 
 class _Copied:
-    """The end of a copy in JAX's stream, as an event."""
+    """A copy in JAX's stream."""
 
     def __init__(self, copied: Any) -> None:
         self._copied = copied
 
     def done(self) -> bool:
         return bool(self._copied.is_ready())
-
-    def wait_on(self, stream: int) -> None:
-        self.synchronize()
-
-    def synchronize(self) -> None:
-        self._copied.block_until_ready()
 
 
 def _local_id(device: Any) -> int:

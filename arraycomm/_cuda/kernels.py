@@ -216,19 +216,14 @@ def _packed(dtype: DType, addresses: Sequence[int]) -> bool:
     return bits % PACK_BYTES == 0
 
 
-_functions: dict[tuple[int, str, tuple[str, ...]], int] = {}
 _modules: dict[tuple[int, tuple[str, ...]], Any] = {}
 _compiling = threading.Lock()
 
 
+@functools.cache
 def function_of(device: int, kernel: str, definitions: tuple[str, ...]) -> int:
     """Return a kernel of the current device, as the driver has it."""
-    key = (device, kernel, definitions)
-    found = _functions.get(key)
-    if found is None:
-        found = int(_module(device, definitions).get_function(kernel).ptr)
-        _functions[key] = found
-    return found
+    return int(_module(device, definitions).get_function(kernel).ptr)
 
 
 def _module(device: int, definitions: tuple[str, ...]) -> Any:

@@ -21,7 +21,7 @@ from arraycomm._dtypes import DType
 from arraycomm._protocol.agreement import UndeliveredError
 from arraycomm._protocol.group import Group
 from arraycomm._protocol.header import ALL_ON_DEVICE, ON_HOST
-from arraycomm._transports.base import Flat, Handle, Steps
+from arraycomm._transports.base import Flat, Steps
 
 
 class Streams(Protocol):
@@ -43,19 +43,12 @@ class Streams(Protocol):
         """Raise if the work under way has been aborted, so that there is no result."""
 
 
-def run_within(
-    here: Callable[[], AbstractContextManager[None]], steps: Steps, *, ahead: bool = False
-) -> Steps:
-    """Run steps that may run in any thread, each within `here`.
-
-    If they go `ahead` of other ranks, most of what is waited for is over at once.
-    """
+def run_within(here: Callable[[], AbstractContextManager[None]], steps: Steps) -> Steps:
+    """Run steps that may run in any thread, each within `here`."""
     while True:
         with here():
             try:
                 waiting = next(steps)
-                if ahead:
-                    waiting = _first_unfinished(waiting, steps)
             except StopIteration as stop:
                 return stop.value
         try:
@@ -64,18 +57,6 @@ def run_within(
             # Nothing more may be put on a stream with an unfinished movement.
             steps.throw(error)
             raise
-
-
-def _first_unfinished(waiting: Handle, steps: Steps) -> Handle:
-    """Go on with steps as far as what they wait for is over; return what is not."""
-    while True:
-        try:
-            if not waiting.done():
-                return waiting
-        except BaseException as error:
-            steps.throw(error)
-            raise
-        waiting = next(steps)
 
 
 class _CallersOut(BufferView):
@@ -223,7 +204,7 @@ class DevicePlacement(HostPlacement):
 
     def run(self, steps: Steps, digest: int = 0) -> Steps:
         """Run the steps in the call's stream, after the link's work in other streams."""
-        return run_within(self.here, self._leaving(steps, digest), ahead=self.in_order)
+        return run_within(self.here, self._leaving(steps, digest))
 
     def _leaving(self, steps: Steps, digest: int) -> Steps:
         """Run the steps; let the caller's frameworks continue after the work on the device."""

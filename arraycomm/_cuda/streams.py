@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any, Final
 
-from arraycomm._arrays.device_memory import DeviceMemory, Event
+from arraycomm._arrays.device_memory import DeviceMemory
+from arraycomm._transports.base import Handle
 
 
 def order(memory: DeviceMemory, first: Iterable[int], then: Iterable[int]) -> None:
@@ -52,12 +53,12 @@ class Leases:
     """Objects whose memory the device still uses; they are kept alive until it has finished."""
 
     def __init__(self) -> None:
-        self._kept: deque[tuple[Event, object]] = deque()
+        self._kept: deque[tuple[Handle, object]] = deque()
 
-    def add(self, event: Event, thing: object) -> None:
-        """Keep `thing` alive until the device has reached `event`."""
+    def add(self, use: Handle, thing: object) -> None:
+        """Keep `thing` alive until the device is done with a use of it."""
         self.sweep()
-        self._kept.append((event, thing))
+        self._kept.append((use, thing))
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -66,9 +67,9 @@ class Leases:
         """Release the objects that the device has finished with."""
         with suppress(IndexError):  # another thread may sweep as well
             for _ in range(len(self._kept)):
-                event, thing = self._kept.popleft()
-                if not event.done():
-                    self._kept.append((event, thing))
+                use, thing = self._kept.popleft()
+                if not use.done():
+                    self._kept.append((use, thing))
 
 
 # Arrays whose framework has no stream that could wait. Swept by every call of such arrays, and

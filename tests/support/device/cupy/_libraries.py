@@ -37,9 +37,15 @@ def forget() -> None:
     from arraycomm._cuda import driver, kernels, streams
     from arraycomm._cuda.links import libnccl
 
-    for cached in (current_device.driver, pinned.pinned, kernels.compiled, libnccl.load):
+    made = (
+        current_device.driver,
+        pinned.pinned,
+        kernels.compiled,
+        kernels.function_of,
+        libnccl.load,
+    )
+    for cached in made:
         cached.cache_clear()
     driver._functions.clear()
-    kernels._functions.clear()
     kernels._modules.clear()
     streams.LEASES._kept.clear()
