@@ -71,24 +71,21 @@ class _Progress:
 
     def begin(self, memory: DeviceMemory) -> None:
         """Put the beginning of a call on the memory's stream."""
-        self._put(memory, (self._last + 1) | 1)
+        memory.write(self.addresses[0], self.next())
 
     def end(self, memory: DeviceMemory) -> None:
-        """Put the end of a call on the memory's stream."""
-        self._put(memory, (self._last + 2) & ~1)
+        """Put the end of that call on the memory's stream."""
+        self.over()
+        memory.write(self.addresses[0], self._last)
 
     def next(self) -> int:
-        """Return the number of the beginning of a call that is put there otherwise."""
+        """Return the number of the beginning of a call, to be put on its stream."""
         self._last = ((self._last + 1) | 1) % (1 << 32)
         return self._last
 
     def over(self) -> None:
-        """Note that the end of that call has been put there too; its number is the next one."""
+        """Note that the end of that call is put there too; its number is the next one."""
         self._last = (self._last + 1) % (1 << 32)
-
-    def _put(self, memory: DeviceMemory, number: int) -> None:
-        self._last = number % (1 << 32)
-        memory.write(self.addresses[0], self._last)
 
     @property
     def pending(self) -> bool:
@@ -107,10 +104,6 @@ class _Progress:
         self._given_up[0] = 1
         if self.pending:
             _GIVEN_UP.append(self)
-
-    def guard(self, result: DeviceBuffer, digests: DeviceBuffer | None) -> None:
-        """Spoil a result if its call is given up until the device comes here, or digests differ."""
-        result.memory.spoil(result, self.addresses[1], digests)
 
 
 # The memory to which a device may still write.
@@ -263,13 +256,12 @@ class Devices(Placements):
         self._stream = memory.stream
         if self.link is not None and self.link.async_check:
             self._progress = self._progress or _Progress(memory)
-            self.digests = self.digests or self._room_for_digests(memory)
+            if self.digests is None:
+                room = _DIGEST.itemsize * (self._group.size + 1)
+                self.digests = memory.allocate(room).view(_DIGEST)
             self._progress.begin(memory)
             # This thread may have to wait in CUDA for a rank that does not come.
             _watch.add(self)
-
-    def _room_for_digests(self, memory: DeviceMemory) -> DeviceBuffer:
-        return memory.allocate(_DIGEST.itemsize * (self._group.size + 1)).view(_DIGEST)
 
     def guard(self, result: DeviceBuffer, digests: DeviceBuffer | None) -> None:
         """Let nobody take the result of a call for right that is given up, or differs elsewhere.
@@ -277,7 +269,8 @@ class Devices(Placements):
         It is spoilt then, and the next call raises. Elsewhere the call itself raises.
         """
         if self._progress is not None:
-            self._progress.guard(result, digests)
+            _, given_up = self._progress.addresses
+            result.memory.spoil(result, given_up, digests)
 
     def leave(self, memory: DeviceMemory, waiters: Waiters | None) -> None:
         """Record that a call has put its work on the device."""

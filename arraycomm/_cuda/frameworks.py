@@ -214,7 +214,8 @@ class _CuPy(Framework):
             return False
         import cupy
 
-        return bool(cupy.cuda.get_current_stream(device).is_capturing())
+        with working_on(device):
+            return bool(cupy.cuda.get_current_stream(device).is_capturing())
 
     def plain_address(self, x: Any, device: int) -> int | None:
         plain = x.flags.c_contiguous and x.device.id == device

@@ -239,6 +239,13 @@ def test_the_default_stream_is_not_asked_whether_it_is_captured(cupy, monkeypatc
         arrays.check_stream(x)
 
 
+def test_a_stream_is_asked_while_another_device_is_current(cupy: Any) -> None:
+    x = as_cupy(some(float))
+    cupy.cuda.Device(1).use()
+    assert arrays.check_stream(x) == (cupy.cuda.get_current_stream(0).ptr,)
+    assert cupy.cuda.Device().id == 1
+
+
 def test_what_is_only_like_the_result_orders_it(cupy: Any, memory: LoggedMemory) -> None:
     like = BufferView(views.NOTHING, "cupy", None, True, True, ("cuda", 0))
     made, _ = arrays.empty_like(like, (3,), np.dtype(float), memory)
