@@ -37,15 +37,9 @@ def forget() -> None:
     from arraycomm._cuda import driver, kernels, streams
     from arraycomm._cuda.links import libnccl
 
-    made = (
-        current_device.driver,
-        pinned.pinned,
-        kernels.compiled,
-        kernels.function_of,
-        libnccl.load,
-    )
-    for cached in made:
+    for cached in (current_device.driver, pinned.pinned, kernels.compiled, libnccl.load):
         cached.cache_clear()
     driver._functions.clear()
+    kernels.function_of.cache_clear()
     kernels._modules.clear()
     streams.LEASES._kept.clear()
