@@ -193,8 +193,9 @@ def _inspect(x: Any, name: str, memory: DeviceMemory) -> tuple[Framework, Device
         use = "torch.cuda.set_device({})" if of_torch else "cupy.cuda.Device({}).use()"
         raise ValueError(
             f"{name} is on cuda:{device}, but this communicator works on "
-            f"cuda:{memory.device}; call {use.format('comm.local_rank')} before "
-            "arrays are made, or init(device=...) with the device that they are on"
+            f"cuda:{memory.device}; call {use.format('comm.local_rank')}, with "
+            "the communicator of init, before arrays are made, or init(device=...) with the device "
+            "that they are on"
         )
     export = framework.export(x, name, memory)
     check_movable(export.layout.dtype)

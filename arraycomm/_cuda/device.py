@@ -86,16 +86,20 @@ def choose_device(local_rank: int, wanted: str | None) -> int:
 
 @dataclass(frozen=True)
 class DeviceRequest:
-    """What `init` was asked for: a backend ("nccl" requires NCCL, "mpi" rules it out), a device."""
+    """What `init` was asked for: a backend ("nccl" requires NCCL, "mpi" rules it out), a device.
+
+    `local_rank` is the one in the first communicator. Those of parts of its ranks differ from it.
+    """
 
     backend: str = "auto"
     device: str | None = None
+    local_rank: int = 0
 
     @classmethod
-    def checked(cls, backend: str, device: str | None) -> DeviceRequest:
+    def checked(cls, backend: str, device: str | None, local_rank: int) -> DeviceRequest:
         """Return the request, or raise if it cannot be met here."""
         if device in (None, "cpu") and backend != "nccl":
-            return cls(backend, device)
+            return cls(backend, device, local_rank)
         if not isinstance(device, str | None):
             raise TypeError(f'init: device must be "cpu", "cuda" or "cuda:1"; got {device!r}')
         reason = missing()
@@ -104,7 +108,11 @@ class DeviceRequest:
             raise BackendUnavailableError(f"init: {wanted} cannot be had: {reason}")
         if device != "cpu":
             choose_device(0, device)
-        return cls(backend, device)
+        return cls(backend, device, local_rank)
+
+    def number(self) -> int:
+        """Return the number of this rank's device, the same in all communicators that follow."""
+        return choose_device(self.local_rank, self.device)
 
 
 def uuid(device: int) -> str:

@@ -25,7 +25,7 @@ from arraycomm._calls.operation import Operation
 from arraycomm._calls.placement import HostPlacement, Placements
 from arraycomm._cuda import arrays
 from arraycomm._cuda.callers import Waiters
-from arraycomm._cuda.device import CudaMemory, DeviceRequest, choose_device, current
+from arraycomm._cuda.device import CudaMemory, DeviceRequest, current
 from arraycomm._cuda.frameworks import framework_of
 from arraycomm._cuda.links.link import DeviceLink
 from arraycomm._cuda.links.nccl_link import NcclLink
@@ -143,7 +143,7 @@ class Devices(Placements):
         """Where this rank makes arrays if no argument says where."""
         if self.request.device in (None, "cpu"):
             return "cpu"
-        return f"cuda:{choose_device(self._group.transport.local_rank, self.request.device)}"
+        return f"cuda:{self.request.number()}"
 
     # Placements
 

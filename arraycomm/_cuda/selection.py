@@ -73,16 +73,12 @@ def _capabilities(group: Group, request: DeviceRequest) -> DeviceCapabilities:
     local = DeviceCapabilities(reason)
     if not reason:
         addressed = group.backend in ("mpi", "nccl") and gpu_aware()
-        local = replace(local, uuid=device.uuid(_number(group, request)), gpu_aware=addressed)
+        local = replace(local, uuid=device.uuid(request.number()), gpu_aware=addressed)
     if request.backend == "mpi":
         return replace(local, nccl='backend="mpi" was asked for')
     lacking = reason or libnccl.missing() or ""
     version = () if lacking else tuple(libnccl.load().version())
     return replace(local, nccl=lacking, version=version, lets_share=lets_share())
-
-
-def _number(group: Group, request: DeviceRequest) -> int:
-    return device.choose_device(group.transport.local_rank, request.device)
 
 
 def choose(group: Group, request: DeviceRequest, replies: Sequence[Detail]) -> Steps:
@@ -102,14 +98,14 @@ def choose(group: Group, request: DeviceRequest, replies: Sequence[Detail]) -> S
     if any(rank.device for rank in found):
         return None, reason
     if group.size == 1:
-        return LoneLink(memory_of(group, request)), reason
+        return LoneLink(memory_of(request)), reason
     shared = device.shared_devices([rank.uuid for rank in found])
     if shared and group.rank == 0:
         warnings.warn(
             f"{shared}: what they compute there takes turns", RuntimeWarning, stacklevel=2
         )
     link = GpuAwareMpiLink if all(rank.gpu_aware for rank in found) else HostStagedLink
-    return link(group.transport, memory_of(group, request)), reason
+    return link(group.transport, memory_of(request)), reason
 
 
 def why_not_nccl(found: Sequence[DeviceCapabilities]) -> str:
@@ -125,9 +121,9 @@ def why_not_nccl(found: Sequence[DeviceCapabilities]) -> str:
     return refuse_sharing(uuids, shares) or ""
 
 
-def memory_of(group: Group, request: DeviceRequest) -> DeviceMemory:
+def memory_of(request: DeviceRequest) -> DeviceMemory:
     """Return the memory of this rank's device."""
-    return device.CudaMemory(_number(group, request))
+    return device.CudaMemory(request.number())
 
 
 def _open_nccl(group: Group, request: DeviceRequest) -> Steps:
@@ -173,7 +169,7 @@ def _opening(
     library: libnccl.Library, group: Group, request: DeviceRequest, digits: str
 ) -> Generator[Handle, None, NcclLink]:
     """Open the link, load the kernels, and check the order in which NCCL gathers."""
-    memory = memory_of(group, request)
+    memory = memory_of(request)
     memory.load()
     link = yield from NcclLink.open(
         library,

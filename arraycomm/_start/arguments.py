@@ -106,9 +106,8 @@ class Arguments:
         if self.wrong is not None:
             raise self.wrong
         options = Options(self.check, self.reproducible, self.timeout)
-        return options, DeviceRequest.checked(
-            self.backend, self._own_device(local_rank, local_size)
-        )
+        own_device = self._own_device(local_rank, local_size)
+        return options, DeviceRequest.checked(self.backend, own_device, local_rank)
 
     def _own_device(self, local_rank: int, local_size: int) -> Any:
         devices = self.device

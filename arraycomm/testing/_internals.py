@@ -50,7 +50,8 @@ class Draw(BcastObject):
 def communicator_over(transport: Transport, timeout: float) -> Communicator:
     """Return a communicator over a transport, with the usual options but for the timeout."""
     group = Group(transport, Options(timeout=timeout))
-    return Communicator(Runner(group, Devices(group, DeviceRequest())))
+    request = DeviceRequest(local_rank=transport.local_rank)
+    return Communicator(Runner(group, Devices(group, request)))
 
 
 def split_transport(

@@ -385,6 +385,26 @@ def test_parts_and_duplicates_have_links_of_their_own(comm, any_link) -> None:
         assert internals.device_link(same) is not internals.device_link(comm)
 
 
+@pytest.fixture
+def one_each(several: int) -> Iterator[Any]:
+    """A device for each rank."""
+    with linked_devices("nccl", several) as machine:
+        yield machine
+
+
+@each_rank_of("several", by="on_devices")
+def test_parts_of_the_ranks_stay_on_the_devices_of_the_whole(comm, one_each) -> None:
+    """Also if a part, in which local ranks differ, has the first array on a device."""
+    import cupy
+
+    parts = [comm.split(min(comm.rank, 1)), comm.split(0, key=-comm.rank), comm]
+    with cupy.cuda.Device(comm.local_rank), cupy.cuda.Stream(non_blocking=True) as stream:
+        for part in parts:
+            assert part is not None
+            assert part.allreduce(cupy.ones(3)).device.id == comm.local_rank
+        stream.synchronize()
+
+
 @each_rank_of("several", by="on_devices")
 def test_without_the_check_arrays_are_staged_unless_a_link_is_there(comm, cuda) -> None:
     x = _there(np.full(9000, comm.rank, "float32"))

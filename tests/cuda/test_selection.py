@@ -18,7 +18,7 @@ from arraycomm._cuda.links.gpu_aware import GpuAwareMpiLink
 from arraycomm._cuda.links.link import LoneLink
 from arraycomm._cuda.links.staged_link import HostStagedLink
 
-AUTO = DeviceRequest()
+AUTO, SECOND = DeviceRequest(), DeviceRequest(local_rank=1)
 MEMORY = SimpleNamespace(device=0)
 
 
@@ -40,7 +40,7 @@ def capable(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
         (libnccl, "load", lambda: library),
         (selection, "gpu_aware", lambda: True),
         (selection, "_open_nccl", lambda group, request: _returning(("the link of NCCL", ""))),
-        (selection, "memory_of", lambda group, request: MEMORY),
+        (selection, "memory_of", lambda request: MEMORY),
     ):
         monkeypatch.setattr(module, name, value)
     return monkeypatch
@@ -64,13 +64,13 @@ def _choose(
 def _offers(**changes: Any) -> list[selection.DeviceCapabilities]:
     """What two ranks offer that have everything, where the second is told otherwise."""
     first = selection.capabilities(_group(0), AUTO)
-    second = replace(selection.capabilities(_group(1), AUTO), **changes)
+    second = replace(selection.capabilities(_group(1), SECOND), **changes)
     return [first, second]
 
 
 class TestOffer:
     def test_all_there_is(self, capable: pytest.MonkeyPatch) -> None:
-        assert selection.capabilities(_group(1), AUTO) == selection.DeviceCapabilities(
+        assert selection.capabilities(_group(1), SECOND) == selection.DeviceCapabilities(
             uuid="device 1", version=(2, 27, 3), gpu_aware=True
         )
 

@@ -75,8 +75,8 @@ LINKS: dict[str, dict[str, Any]] = {
 
 
 @contextmanager
-def linked_devices(link: str = "nccl") -> Iterator[Any]:
-    """Have the ranks of this process's tests use a link between their devices, threads as well."""
+def linked_devices(link: str = "nccl", devices: int = 1) -> Iterator[Any]:
+    """Have the ranks of this process's tests use a link between their devices, threads as well; the process sees this many."""
 
     def capabilities(group: Any, request: Any) -> selection.DeviceCapabilities:
         found = selection._capabilities(group, request)
@@ -84,14 +84,14 @@ def linked_devices(link: str = "nccl") -> Iterator[Any]:
         # Each as if it had a device of its own.
         return replace(found, uuid=f"{group.rank}", **changes)
 
-    def memory_of(group: Any, request: Any) -> Any:
+    def memory_of(request: Any) -> Any:
         # Whichever thread makes it.
-        with rank_of_threads(group.related[0].rank):
-            return usual(group, request)
+        with rank_of_threads(request.local_rank):
+            return usual(request)
 
     usual = selection.memory_of
     with (
-        software_device() as machine,
+        software_device(devices) as machine,
         mock.patch.object(selection, "capabilities", capabilities),
         mock.patch.object(selection, "memory_of", memory_of),
     ):
