@@ -31,6 +31,7 @@ FORMS: dict[str, Callable[[Array], Array]] = {
     "other dtype": lambda x: x[:6].astype(np.int16),
     "other order": lambda x: x[:6].astype(">f8"),
     "envelope": lambda x: x[: 64 << 7],
+    "columns": lambda x: x[: 64 << 7].reshape(64, -1).T,
     "pieces": lambda x: x[:20_000],
     "fields": lambda x: x[:6].view([("a", "f8"), ("b", "f8")]),
 }
@@ -65,7 +66,7 @@ class Step(NamedTuple):
 def bursts(draw: st.DrawFn) -> list[Step]:
     """Draw messages of one kind that follow one another: what is under way meets the like of it."""
     source, tag = draw(st.integers(0, 1)), draw(st.sampled_from((0, 70)))
-    forms = st.sampled_from(sorted(FORMS)) | st.sampled_from(("few", "envelope"))
+    forms = st.sampled_from(sorted(FORMS)) | st.sampled_from(("few", "envelope", "columns"))
     both = draw(st.sampled_from((False, False, False, True)))
     # What is under way shows most.
     sends = st.sampled_from(SENDS) | st.just("isend")

@@ -17,6 +17,7 @@ from arraycomm._calls.statistics import Statistics
 from arraycomm._callsite import call_site
 from arraycomm._messages import envelopes
 from arraycomm._messages.matching import Matcher, Status
+from arraycomm._native import compiled
 from arraycomm._prepared.fast_paths import FastPath
 from arraycomm._protocol.agreement import UndeliveredError
 from arraycomm._protocol.group import Group
@@ -28,6 +29,9 @@ from arraycomm._transports.repeated import Repeated
 # How often a message is looked for in vain, for each poll of a wait that keeps its core, before the
 # engine waits for it.
 _LOOKS: Final = 8
+# Bytes from which on memory that another core has read is written past the caches: to write it
+# there takes longer than all the rest of a call.
+_LONG: Final = 4 << 10
 
 
 class MessageWait:
@@ -152,7 +156,10 @@ class FastSend(_FastMessage):
 
     def begin(self, x: Array) -> bool:
         """Begin to send; return whether that is all."""
-        self._elements[...] = x
+        if self._nbytes < _LONG or compiled is None or not x.flags.c_contiguous:
+            self._elements[...] = x
+        else:
+            compiled.copy(self._elements, x)
         numbers, self.busy = self._numbers, True
         numbers[0] += 1
         numbers[1] += self._nbytes

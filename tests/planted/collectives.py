@@ -454,6 +454,15 @@ _REPEATED_RUN: Final = "properties/test_message_laws.py"
 
 MESSAGES: Final = (
     Fault(
+        "layout of a large message: a repeated send copies an array by columns as if by rows",
+        "arraycomm/_messages/fast_messages.py",
+        " or not x.flags.c_contiguous:",
+        ":",
+        _REPEATED,
+        run=_REPEATED_RUN,
+        compiled=True,
+    ),
+    Fault(
         "known head: a repeated receive takes what comes for an array like the one before",
         "arraycomm/_messages/fast_messages.py",
         "        if self._head != self._known:",
