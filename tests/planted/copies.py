@@ -43,12 +43,12 @@ class Copy:
         right = path.read_text(encoding="utf-8")
         self._write(path, fault.applied(right))
         try:
-            if fault.compiled:
-                shutil.copy2(ROOT / _NATIVE, self.folder / _NATIVE)
-            elif fault.native:
+            if path.suffix == ".c":
                 # Without --force, what an earlier fault was built from would be newer than this one's source.
                 build = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace", "--force"]
                 subprocess.run(build, cwd=self.folder, check=True, capture_output=True)
+            elif fault.native:
+                shutil.copy2(ROOT / _NATIVE, self.folder / _NATIVE)
             yield
         finally:
             self._write(path, right)
