@@ -111,19 +111,20 @@ def _run(
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     command += ["-p", "tests.planted.recorder", "--tb=line", *(["-x"] if first else [])]
     command += ["-k", f"({chosen}) and {left_out}" if chosen else left_out]
-    plain = {} if fault.frameworks else {HIDDEN: "torch,jax,cupy,array_api_strict"}
+    # Laws start quickly without what most need not; tests may need any framework or plugin.
+    quick = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    if not fault.frameworks:
+        quick[HIDDEN] = "torch,jax,cupy,array_api_strict"
     environment = {
         **os.environ,
         "PYTHONPATH": str(copy.folder),
         "PYTHONWARNINGS": "ignore",
-        # Plugins of other packages take longer to import than most laws take to fail.
-        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
         "EXAMPLES": str(examples),
         "OMP_NUM_THREADS": "1",
         # Nothing is compiled for a fault in Python.
         "ARRAYCOMM_NATIVE": str(int(fault.native)),
         RECORD: str(record),
-        **plain,
+        **({} if fault.run.startswith("tests/") else quick),
     }
     if fault.run.startswith("mpi"):
         launcher = str(Path(sys.executable).with_name("mpiexec"))
