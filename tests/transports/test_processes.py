@@ -112,6 +112,12 @@ def test_no_rank_has_memory_that_another_cannot_map(monkeypatch: pytest.MonkeyPa
         open_on_node(_Store(), 0, 1, _ARGUMENTS)
 
 
+def test_forked_child_of_a_rank_begins_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("arraycomm._exit.exit._process.forked", True)
+    with pytest.raises(ac.CommunicatorClosedError, match="init: a forked process cannot use"):
+        open_on_node(_Store(), 0, 1, _ARGUMENTS)
+
+
 @pytest.mark.parametrize(
     ("where", "said"),
     [
