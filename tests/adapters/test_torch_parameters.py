@@ -309,3 +309,17 @@ def test_all_that_a_step_has_read_can_be_resized(options: str, count: int) -> No
         return [tensor.untyped_storage().resizable() for tensor in tensors]
 
     assert all(all(each) for each in run(2, train))
+
+
+def test_parameters_in_another_order_are_told_apart_by_their_shapes_too() -> None:
+    """Zeros of any number have equal sums."""
+
+    def train(comm: ac.Communicator) -> list[Any]:
+        given = [Parameter(torch.zeros(count)) for count in (3, 4)]
+        plain = torch.optim.SGD(given[:: 1 - 2 * comm.rank], lr=1.0)
+        optimizer = ac.DistributedOptimizer(plain, comm=comm)
+        sum((parameter * (comm.rank + 1)).sum() for parameter in given).backward()
+        optimizer.step()
+        return [parameter.tolist() for parameter in given]
+
+    assert run(2, train) == [[[-1.5] * 3, [-1.5] * 4]] * 2
