@@ -29,18 +29,8 @@ from tests.planted.runs import catch
 _ADAPTERS: Final = " ".join(
     f"tests/adapters/test_{name}.py" for name in ("shard", "copies", "accumulation", "arithmetic")
 )
-_TORCH: Final = [
-    f"tests/adapters/test_torch_{name}.py"
-    for name in (
-        "adapter",
-        "training",
-        "batchnorm",
-        "data",
-        "collectives",
-        "parameters",
-        "optimizers",
-    )
-]
+_OF_TORCH: Final = ("adapter", "training", "batchnorm", "data", "collectives", "parameters")
+_TORCH: Final = [f"tests/adapters/test_torch_{name}.py" for name in (*_OF_TORCH, "optimizers")]
 TESTS: Final = {
     "_arrays": "tests/arrays tests/adapters/test_jax_collectives.py",
     "_calls": "tests/collectives tests/cuda/test_devices.py",

@@ -106,9 +106,8 @@ def test_no_rank_has_memory_that_another_cannot_map(monkeypatch: pytest.MonkeyPa
     _refusing(monkeypatch, ("/",))
     assert _met() == [None] * _SIZE
     monkeypatch.setattr("arraycomm._start.on_node.watch_exit", lambda: None)
-    with pytest.raises(
-        ac.BackendUnavailableError, match=f"no room for {memory_bytes(1) / 2**20:.3g} MiB in mem"
-    ):
+    room = f"no room for {memory_bytes(1) / 2**20:.3g} MiB in memory"
+    with pytest.raises(ac.BackendUnavailableError, match=room):
         open_on_node(_Store(), 0, 1, _ARGUMENTS)
 
 
