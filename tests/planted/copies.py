@@ -14,7 +14,7 @@ from pathlib import Path
 from tests.planted.fault import Fault
 
 ROOT = Path(__file__).parents[2]
-_COPIED = ("arraycomm", "properties", "tests", "pyproject.toml", "setup.py", "README.md")
+_COPIED = ("arraycomm", "properties", "tests", "docs", "pyproject.toml", "setup.py", "README.md")
 _NATIVE = "arraycomm/_native/compiled.abi3.so"
 _SKIPPED = shutil.ignore_patterns("__pycache__", "*.so", "node_modules")
 

@@ -111,10 +111,6 @@ def _run(
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     command += ["-p", "tests.planted.recorder", "--tb=line", *(["-x"] if first else [])]
     command += ["-k", f"({chosen}) and {left_out}" if chosen else left_out]
-    # Laws start quickly without what most need not; tests may need any framework or plugin.
-    quick = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    if not fault.frameworks:
-        quick[HIDDEN] = "torch,jax,cupy,array_api_strict"
     environment = {
         **os.environ,
         "PYTHONPATH": str(copy.folder),
@@ -124,8 +120,15 @@ def _run(
         # Nothing is compiled for a fault in Python.
         "ARRAYCOMM_NATIVE": str(int(fault.native)),
         RECORD: str(record),
-        **({} if fault.run.startswith("tests/") else quick),
     }
+    if not fault.run.startswith("tests/"):
+        # Laws start quickly without what most need not.
+        environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+        if not fault.frameworks:
+            environment[HIDDEN] = "torch,jax,cupy,array_api_strict"
+    elif fault.native:
+        # Tests may need any framework or plugin, and a few leave the native part out.
+        del environment["ARRAYCOMM_NATIVE"]
     if fault.run.startswith("mpi"):
         launcher = str(Path(sys.executable).with_name("mpiexec"))
         command = [launcher, "-n", str(_RANKS), *command, *(fault.run.split()[1:] or [_SUITE])]
