@@ -59,7 +59,8 @@ TESTS: Final = {
     "adapters/torch": " ".join((*_TORCH, "tests/training")),
     "adapters/torch_distributed": "tests/adapters/test_torch_distributed.py",
     "adapters": "tests/adapters",
-    "": "tests/adapters/test_torch_compile.py tests/session tests/collectives tests/test_errors.py tests/test_callsite.py",
+    "": "tests/test_println.py tests/test_errors.py tests/test_callsite.py tests/adapters/test_torch_compile.py "
+    "tests/collectives tests/session",
 }
 _SWAPPED: Final[dict[type[ast.AST], str]] = {
     ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==",
