@@ -19,6 +19,7 @@ from tests.planted.recorder import HIDDEN, RECORD
 # Examples of the laws that are named with a fault, few at first, and of all.
 _NAMED: Final = (25, 150)
 _ALL: Final = 15
+# How long a run may take up to the first law that fails, and how long one of all laws, or of the tests of a room.
 _SECONDS: Final = {"first": 300.0, "all": 900.0}
 _RANKS: Final = 3
 _SUITE: Final = "properties/test_laws.py"
@@ -114,16 +115,16 @@ def _run(
     environment = {
         **os.environ,
         "PYTHONPATH": str(copy.folder),
-        "PYTHONWARNINGS": "ignore",
         "EXAMPLES": str(examples),
         "OMP_NUM_THREADS": "1",
         # Nothing is compiled for a fault in Python.
         "ARRAYCOMM_NATIVE": str(int(fault.native)),
         RECORD: str(record),
     }
-    if not fault.run.startswith("tests/"):
+    is_room = fault.run.startswith("tests/")
+    if not is_room:
         # Laws start quickly without what most need not.
-        environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+        environment |= {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONWARNINGS": "ignore"}
         if not fault.frameworks:
             environment[HIDDEN] = "torch,jax,cupy,array_api_strict"
     elif fault.native:
@@ -134,7 +135,9 @@ def _run(
         command = [launcher, "-n", str(_RANKS), *command, *(fault.run.split()[1:] or [_SUITE])]
     else:
         command += _files(copy, laws) if fault.run == "threads" else fault.run.split()
-    hung, said = _wait(command, environment, copy.folder, _SECONDS["first" if first else "all"])
+    hung, said = _wait(
+        command, environment, copy.folder, _SECONDS["first" if first and not is_room else "all"]
+    )
     return Catch(_errors(record), hung, said[-2000:], examples)
 
 
