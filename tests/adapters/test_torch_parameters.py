@@ -312,9 +312,8 @@ def test_all_that_a_step_has_read_can_be_resized(options: str, count: int) -> No
 
 
 def test_parameters_in_another_order_are_told_apart_by_their_shapes_too() -> None:
-    """Zeros of any number have equal sums."""
-
     def train(comm: ac.Communicator) -> list[Any]:
+        # The bytes of these have equal digests.
         given = [Parameter(torch.zeros(count)) for count in (3, 4)]
         plain = torch.optim.SGD(given[:: 1 - 2 * comm.rank], lr=1.0)
         optimizer = ac.DistributedOptimizer(plain, comm=comm)

@@ -54,12 +54,8 @@ def test_one_chunk_goes_through_the_segment_whatever_the_mpi(comm: Communicator,
 @each_rank_of("few")
 def test_copies_are_those_that_are_made(comm: Communicator) -> None:
     plain = np.ones((300, 200))
-    for x, *copies in (
-        (plain, 0, 0),
-        (plain.T, 1, 0),
-        (plain[::2], 1, 1),
-        (plain.astype(">f8"), 1, 1),
-    ):
+    swapped = plain.astype(">f8")
+    for x, *copies in ((plain, 0, 0), (plain.T, 1, 0), (plain[::2], 1, 1), (swapped, 1, 1)):
         with comm.dup() as fresh:
             fresh.allreduce(x)
             ac.fsum(x, comm=fresh)

@@ -135,9 +135,8 @@ def _run(
         command = [launcher, "-n", str(_RANKS), *command, *(fault.run.split()[1:] or [_SUITE])]
     else:
         command += _files(copy, laws) if fault.run == "threads" else fault.run.split()
-    hung, said = _wait(
-        command, environment, copy.folder, _SECONDS["first" if first and not is_room else "all"]
-    )
+    seconds = _SECONDS["first" if first and not is_room else "all"]
+    hung, said = _wait(command, environment, copy.folder, seconds)
     return Catch(_errors(record), hung, said[-2000:], examples)
 
 

@@ -39,8 +39,7 @@ def test_each_launcher_is_known_by_its_variables() -> None:
 
 
 def test_nothing_else_is_taken_for_a_launcher() -> None:
-    assert detect({}) is None
-    assert detect({"SLURM_STEP_NUM_TASKS": "2"}) is None
+    assert detect({"SLURM_STEP_NUM_TASKS": "2"}) is detect({}) is None
     assert detect({"PMI_SIZE": "many"}) is None
     assert detect({"PMIX_NAMESPACE": "one"}) is detect({"PMIX_RANK": "0"}) is None
     assert launched({"WORLD_SIZE": "8"}) is None

@@ -53,6 +53,13 @@ def test_the_last_text_told_is_read(controls: list[SharedControl]) -> None:
         assert reader.notes.wait_status(1) == ""
 
 
+def test_a_step_to_which_all_have_come_meanwhile_is_not_given_up(controls, monkeypatch) -> None:
+    for each in controls:
+        each.post()
+    monkeypatch.setattr(controls[0], "done", [True, False].pop)
+    assert not controls[0].withdraw()
+
+
 @pytest.mark.usefixtures("hurried")
 def test_a_text_is_read_whole_while_another_is_told(controls: list[SharedControl]) -> None:
     teller, reader = controls
