@@ -41,6 +41,10 @@ which fault the fewest others catch.
 
 Compiled programs of JAX need a process for each rank, so faults of that adapter are caught by examples in `tests/adapters`, not by laws.
 
+`make mutants` tries small random changes: another comparison, another number, a call less. Of 65 in three samples (seeds 129, 230 and 331) laws caught 14,
+and the tests of the changed room 38 more: 80 %. Ten further ones change nothing that a caller sees. Eight tests were then added or sharpened for what had
+survived, and 60 of the same 65 are caught: 92 %, which is no fresh sample.
+
 """
 
 _FINDINGS: Final = """
