@@ -88,7 +88,8 @@ def small_limits(comm: Communicator, slots: tuple[int, int, int], chunk: int) ->
 def communicator(transport: Transport, **options: Any) -> Communicator:
     """Make a communicator over a transport, without a world."""
     group = Group(transport, Options(**options))
-    return Communicator(Runner(group, Devices(group, DeviceRequest())))
+    request = DeviceRequest(local_rank=group.transport.local_rank)
+    return Communicator(Runner(group, Devices(group, request)))
 
 
 def mpi_communicator(
@@ -367,7 +368,7 @@ def device_link(comm: Communicator) -> Any:
 
 def require_backend(comm: Communicator, backend: str) -> None:
     """Have arrays on devices go over a backend."""
-    devices(comm).request = DeviceRequest(backend, None)
+    devices(comm).request = DeviceRequest(backend, None, comm.local_rank)
     if backend == "nccl":
         devices(comm).require()
         comm.backend = group(comm).backend = "nccl"
