@@ -103,6 +103,7 @@ def test_what_is_slower_in_the_table_is_said_in_the_readme() -> None:
     named = {
         "messages": ("sendrecv", "isend and irecv", "send, and recv back"),
         "requests": ("iallreduce and wait",),
+        "objects": ("bcast_object",),
         "broadcasts, gathers and scatters": ("bcast", "gather", "scatter"),
         "trees of a few numbers": ("allreduce_tree, two leaves",),
     }

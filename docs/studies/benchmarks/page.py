@@ -81,6 +81,8 @@ What a program makes again and again, with NumPy arrays of float32 on two ranks:
 
 {calls}
 
+At 64 KB `bcast`, `gather`, `scatter` and `alltoall` took 1 to 1.5 times mpi4py's time in some runs, and 3 to 4 times in others on the same machine, probably by which two cores the ranks had.
+
 ## Training steps and compiled programs
 
 ![Bars of arraycomm's time divided by another library's: training steps beside DDP, and calls and a loop in jax.jit beside mpi4jax; a dashed line stands at 1](figures/steps.svg){{ .figure }}
