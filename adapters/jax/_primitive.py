@@ -23,7 +23,8 @@ from jax.interpreters import ad, batching, mlir
 from jaxlib.mlir import ir
 
 import arraycomm as ac
-from arraycomm.adapters.jax._callbacks import PYTHON, Callback, unwrap
+from arraycomm.adapters.jax._callbacks import PYTHON, Callback
+from arraycomm.adapters.jax._errors import unwrap
 from arraycomm.adapters.jax._tokens import keep
 from arraycomm.adapters.jax._tracing import refuse_repetition
 
