@@ -54,17 +54,6 @@ def test_results_are_aligned_for_the_frameworks(comm: Communicator) -> None:
             assert result.ctypes.data % 64 == 0
 
 
-@each_rank_of("few", "torch")
-def test_torch_out_is_written_and_its_version_counted(comm: Communicator, torch) -> None:
-    for count in (4, 20_000):
-        x, out = torch.full((count,), 2.0), torch.zeros(count)
-        for _ in range(2):
-            version = out._version
-            assert comm.allreduce(x, out=out) is out
-            assert (out == 2.0 * comm.size).all()
-            assert out._version > version
-
-
 @each_rank_of(3, "jax", "torch")
 def test_jax_array_is_not_changed_through_what_came_of_it(comm: Communicator, jax, torch) -> None:
     """As by torch.from_dlpack(jax_array), and a write."""

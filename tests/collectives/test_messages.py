@@ -180,19 +180,6 @@ def test_elements_go_into_memory_of_the_array_that_is_sent(
         ac.waitall(pending)
 
 
-# Order
-
-
-@each_rank_of(2)
-def test_short_messages_do_not_overtake_long_ones_of_their_tag(comm: Communicator) -> None:
-    counts = [LONG, LONG, SHORT, LONG, 0, SHORT, SHORT, LONG]
-    if comm.rank == 0:
-        ac.waitall([comm.isend(_numbered(n, k), 1, 7) for k, n in enumerate(counts)])
-    elif comm.rank == 1:
-        for k, n in enumerate(counts):
-            assert np.array_equal(comm.recv(0, 7), _numbered(n, k))
-
-
 @pytest.mark.parametrize("receives_first", [True, False])
 @each_rank_of("few")
 def test_each_of_many_receives_gets_its_own_pieces(comm: Communicator, receives_first) -> None:

@@ -181,10 +181,10 @@ def test_tensors_that_are_refused_are_refused_also_later(
 
 @each_rank_of(2, "torch")
 def test_autograd_notices_that_a_saved_tensor_was_written(comm: ac.Communicator, torch) -> None:
-    for _ in range(2):
-        saved, weight = torch.ones(3), torch.ones(3, requires_grad=True)
+    for count in (3, 3, 20_000, 20_000):
+        saved, weight = torch.ones(count), torch.ones(count, requires_grad=True)
         loss = (weight * saved).sum()
-        comm.allreduce(torch.ones(3), out=saved)
+        comm.allreduce(torch.ones(count), out=saved)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
 

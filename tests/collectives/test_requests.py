@@ -111,20 +111,6 @@ def test_mismatch_ends_all_that_is_outstanding(comm: Communicator) -> None:
         first.wait()
 
 
-@each_rank_of(3)
-def test_wait_with_a_timeout_can_be_repeated(comm: Communicator) -> None:
-    other = comm.dup()
-    if comm.rank == 0:
-        other.barrier()
-        assert comm.iallreduce(1).wait() == comm.size
-    else:
-        request = comm.iallreduce(1)
-        with pytest.raises(ac.CommTimeoutError, match=r"not finished after 0\.1 seconds"):
-            request.wait(timeout=0.1)
-        other.barrier()
-        assert request.wait() == comm.size
-
-
 @each_rank_of("few")
 def test_timeout_error_of_the_program_is_its_own(comm: Communicator) -> None:
     def slow(one: Any, other: Any) -> Any:
