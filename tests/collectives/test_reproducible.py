@@ -15,7 +15,7 @@ import pytest
 import arraycomm as ac
 from arraycomm._communicator import Communicator
 from arraycomm._reduce import selection
-from tests.support.on_ranks import ALL_SIZES, alone
+from tests.support.on_ranks import SIZES, alone
 from tests.support.oracle import CASES, expected
 
 Array = np.ndarray[Any, Any]
@@ -60,7 +60,7 @@ def _oracle(size: int) -> str:
 
 # In chunks of which there are several, or one; that their size does not matter is a law.
 @pytest.mark.parametrize(
-    ("size", "chunk"), [(size, 1 << 22 if size % 2 else 1 << 14) for size in ALL_SIZES]
+    ("size", "chunk"), [(size, 1 << 22 if size % 2 else 1 << 14) for size in SIZES]
 )
 def test_same_bits_on_every_transport_and_by_every_way(on_ranks, size, chunk, monkeypatch) -> None:
     monkeypatch.setattr(selection, "CHUNK_BYTES", chunk)
