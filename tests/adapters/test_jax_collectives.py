@@ -32,6 +32,11 @@ ON_EACH_MPI = {
     "loops_that_carry_a_result_alone_end",
     "rows_choose_alike_on_all_ranks_or_all_raise",
 }
+# What takes longest to compile, and shows of few updates and transformations what others do.
+AT_NIGHT = {
+    "pairs_of_transformations_are_those_of_one_process",
+    "every_transformation_updates_as_in_one_process",
+}
 # Flax need not be there.
 FLAX_CHECKS = [
     "an_overflow_on_one_rank_counts_on_all",
@@ -155,30 +160,40 @@ def test_error_that_a_token_takes_is_raised_once_the_program_has_ended() -> None
 
 
 @lru_cache
-def _report(module: str) -> Report:
-    chosen = sorted(ON_EACH_MPI) if is_open_mpi() else ()
+def _report(module: str, *chosen: str) -> Report:
     return Report(run_python("-m", module, *chosen, ranks=RANKS, timeout=LIMIT), RANKS)
+
+
+def _programs(*, at_night: bool = False) -> Report:
+    names = [check.__name__ for check in programs.CHECKS]
+    chosen = [name for name in names if (name in AT_NIGHT) is at_night]
+    if is_open_mpi():
+        chosen = sorted(ON_EACH_MPI)
+    return _report("tests.adapters.jax_programs", *chosen)
+
+
+def _marks(name: str) -> list[pytest.MarkDecorator]:
+    each = [pytest.mark.each_mpi] * (name in ON_EACH_MPI)
+    return each + [pytest.mark.at_night] * (name in AT_NIGHT)
 
 
 @needs_mpiexec
 @pytest.mark.parametrize(
     "check",
-    [
-        pytest.param(name, marks=[pytest.mark.each_mpi] if name in ON_EACH_MPI else [])
-        for name in (check.__name__ for check in programs.CHECKS)
-    ],
+    [pytest.param(check.__name__, marks=_marks(check.__name__)) for check in programs.CHECKS],
 )
 def test_compiled_programs(check: str) -> None:
-    _report("tests.adapters.jax_programs").assert_passed(check)
+    _programs(at_night=check in AT_NIGHT).assert_passed(check)
 
 
 @needs_mpiexec
 @pytest.mark.each_mpi
 def test_program_of_the_checks_ends_well_with_a_call_in_flight() -> None:
-    _report("tests.adapters.jax_programs").assert_ended_well()
+    _programs().assert_ended_well()
 
 
 @needs_mpiexec
+@pytest.mark.at_night
 @pytest.mark.parametrize("check", FLAX_CHECKS)
 def test_modules(check: str) -> None:
     pytest.importorskip("flax")

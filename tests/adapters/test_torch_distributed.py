@@ -37,8 +37,9 @@ _CHECKS: Final = [each.name for each in _BODY if isinstance(each, ast.FunctionDe
 
 
 @lru_cache
-def _over_mpi() -> Report:
-    return Report(run_python(*_PROGRAM, ranks=_RANKS, timeout=120, compiles=True), _RANKS)
+def _over_mpi(*options: str) -> Report:
+    done = run_python(*_PROGRAM, *options, ranks=_RANKS, timeout=120, compiles=True)
+    return Report(done, _RANKS)
 
 
 @lru_cache
@@ -52,9 +53,17 @@ def _without_mpi() -> Report:
 
 
 @needs_mpiexec
-@pytest.mark.parametrize("check", [name for name in _CHECKS if name[0] != "_"])
+@pytest.mark.parametrize("check", [n for n in _CHECKS if not n.startswith(("_", "compiled_"))])
 def test_over_mpi(check: str) -> None:
     _over_mpi().assert_passed(check)
+
+
+@needs_mpiexec
+@pytest.mark.at_night
+@pytest.mark.parametrize("check", [name for name in _CHECKS if name.startswith("compiled_")])
+def test_over_mpi_in_compiled_programs(check: str) -> None:
+    _over_mpi("compiled").assert_passed(check)
+    _over_mpi("compiled").assert_ended_well()
 
 
 @needs_mpiexec
@@ -81,6 +90,7 @@ def test_count_of_ranks_without_a_launcher_names_the_variable() -> None:
     assert "init: WORLD_SIZE is 2 and RANK is missing, but for arraycomm each" in job.stderr
 
 
+@pytest.mark.at_night
 def test_torchrun_starts_again() -> None:
     again = ("--max-restarts", "1", "--monitor-interval", "0.1")
     report = Report(run_python(*_TORCHRUN, *again, *_STARTS, "restart", timeout=60), 2)

@@ -839,4 +839,5 @@ if __name__ == "__main__":
     if "fork" in sys.argv:
         _on_forked_ranks()
     else:
-        _main(checks_in(globals()))
+        compiled = "compiled" in sys.argv
+        _main([c for c in checks_in(globals()) if c.__name__.startswith("compiled_") is compiled])

@@ -294,6 +294,7 @@ def test_trees_are_reduced_in_every_way(tmp_path: Path) -> None:
 
 
 @needs_mpiexec
+@pytest.mark.at_night
 def test_each_call_gives_what_mpi4py_gives(tmp_path: Path) -> None:
     file = tmp_path / "calls.json"
     words = ("bench", "latency", "--sizes", "8,4K", *TINY)
@@ -307,6 +308,7 @@ def test_each_call_gives_what_mpi4py_gives(tmp_path: Path) -> None:
 
 
 @needs_mpiexec
+@pytest.mark.at_night
 def test_other_arrays_are_measured_from_a_checkout(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     file = tmp_path / "arrays.json"

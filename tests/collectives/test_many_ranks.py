@@ -56,6 +56,7 @@ def test_mismatch_of_one_rank_of_64_is_named(comm: Communicator) -> None:
 
 
 @needs_mpiexec
+@pytest.mark.at_night
 def test_16_processes() -> None:
     program = f"{EVERYTHING}\nimport arraycomm as ac\ncheck(ac.init())\nprint('right')"
     done = run_python("-c", program, ranks=16, timeout=200)

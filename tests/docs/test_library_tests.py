@@ -36,8 +36,16 @@ def test_the_counter_example_is_the_one_on_the_page(tmp_path: Path) -> None:
     assert "1 failed, 1 passed" in job.stdout
 
 
+# Those that import both frameworks, or test themselves, take longest.
+AT_NIGHT = ("researcher.py", "test_library_author.py", "test_quality.py")
+FIRST_HOUR = [
+    pytest.param(path, id=path.name, marks=[pytest.mark.at_night] * (path.name in AT_NIGHT))
+    for path in sorted((DOCS / "examples" / "first_hour").glob("*.py"))
+]
+
+
 @needs_mpiexec
-@pytest.mark.parametrize("path", sorted((DOCS / "examples" / "first_hour").glob("*.py")), ids=str)
+@pytest.mark.parametrize("path", FIRST_HOUR)
 def test_a_program_of_the_first_hour_ends_well(tmp_path: Path, path: Path) -> None:
     imported = re.findall(r"(?m)^(?:from|import) (?!lib)(\w+)", path.read_text("utf-8"))
     if not all(map(find_spec, imported)):

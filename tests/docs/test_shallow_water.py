@@ -36,6 +36,7 @@ def pixels_of(png: bytes) -> tuple[int, int, bytes]:
 
 
 @needs_mpiexec
+@pytest.mark.at_night
 @pytest.mark.parametrize("check", [check.__name__ for check in waters.CHECKS])
 def test_on_four_ranks(check: str) -> None:
     report, _ = _finished()
@@ -44,6 +45,7 @@ def test_on_four_ranks(check: str) -> None:
 
 
 @needs_mpiexec
+@pytest.mark.at_night
 def test_the_program_says_what_it_conserves_and_draws_the_whole_basin() -> None:
     report, png = _finished()
     lines = re.findall(

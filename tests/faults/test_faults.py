@@ -39,6 +39,7 @@ def test_threads_end_as_promised(kind: str) -> None:
 
 @needs_mpiexec
 @pytest.mark.each_mpi
+@pytest.mark.at_night("Open MPI")
 def test_processes_that_handle_errors_end_as_promised() -> None:
     from tests.faults import on_mpi
 

@@ -102,6 +102,7 @@ def test_laws_and_bits_are_those_of_one_host(two: Hosts) -> None:
     assert two.received(0) - before > 1_000_000
 
 
+@pytest.mark.at_night
 def test_laws_and_bits_are_those_of_one_host_with_two_ranks_on_each_of_three(three: Hosts) -> None:
     _run_tests(three, 2, f"mpi-shared-4 or {_SOME}")
 
@@ -141,6 +142,7 @@ def test_results_are_right_if_each_rank_of_two_hosts_has_a_container(
 
 
 @pytest.mark.each_mpi
+@pytest.mark.at_night("Open MPI")
 def test_each_host_gets_one_copy_of_what_all_ranks_get(tmp_path: Path) -> None:
     count, each = 5, 2
     with hosts.hosts(count, tmp_path) as made:

@@ -19,6 +19,7 @@ from tests.support.launched import start_numbered
 from tests.support.launcher import LAUNCHED, needs_mpiexec, run_python
 
 pytestmark = pytest.mark.skipif(LAUNCHED, reason="launches programs of its own")
+ON_MPI = [needs_mpiexec, pytest.mark.each_mpi, pytest.mark.at_night("Open MPI")]
 
 PACKAGE = Path(arraycomm.__path__[0])
 ADAPTERS = Path(find_spec("arraycomm.adapters").submodule_search_locations[0])
@@ -120,9 +121,7 @@ def test_archive_counts_as_a_whole(tmp_path: Path) -> None:
     assert first[0] != other[0]
 
 
-@pytest.mark.parametrize(
-    "link", ["processes", pytest.param("mpi", marks=[needs_mpiexec, pytest.mark.each_mpi])]
-)
+@pytest.mark.parametrize("link", ["processes", pytest.param("mpi", marks=ON_MPI)])
 @pytest.mark.parametrize(
     ("changed", "ranks", "in_python"),
     [

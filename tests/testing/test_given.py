@@ -204,7 +204,11 @@ def test_holds_the_lock(comm):
     ("given", "raises"),
     [
         pytest.param("@given(ranks=3, timeout=0.5)", "comm.rank == 2", marks=pytest.mark.each_mpi),
-        ("@given(ranks=3, timeout=0.5, world=world)", "comm.rank != 1"),
+        pytest.param(
+            "@given(ranks=3, timeout=0.5, world=world)",
+            "comm.rank != 1",
+            marks=pytest.mark.at_night,
+        ),
     ],
     ids=["arraycomm", "mpi4py"],
 )

@@ -25,12 +25,12 @@ SUITE = str(Path(__file__).with_name("plugin_suite.py"))
 PLUGIN = ("-p", "no:arraycomm", "-p", "arraycomm_pytest", "--noconftest")
 # For files without laws.
 PLAIN = (*PLUGIN, "-p", "no:hypothesispytest")
+# The ranks of MPICH keep all cores busy for as long as they are stuck.
+STUCK_RANKS = pytest.mark.at_night("MPICH")
 # In a directory of its own; without what takes long to import.
 ELSEWHERE = ("-c", "/dev/null", "--color=no", "-p", "no:xdist", "-p", "no:jaxtyping", *PLUGIN[:-1])
-KINDS = [
-    pytest.param(None, id="threads"),
-    pytest.param(3, id="mpiexec", marks=[needs_mpiexec, pytest.mark.each_mpi]),
-]
+ON_RANKS = [needs_mpiexec, pytest.mark.each_mpi, pytest.mark.at_night("Open MPI")]
+KINDS = [pytest.param(None, id="threads"), pytest.param(3, id="mpiexec", marks=ON_RANKS)]
 
 
 class Report:
@@ -432,6 +432,7 @@ def test_never():
 
 @needs_mpiexec
 @pytest.mark.each_mpi
+@STUCK_RANKS
 def test_rank_stuck_outside_python_ends_the_run_with_its_stack(tmp_path) -> None:
     file = tmp_path / "test_stuck.py"
     file.write_text(STUCK, encoding="utf-8")
@@ -455,6 +456,7 @@ def test_fails_while_others_are_in_mpi():
 
 @needs_mpiexec
 @pytest.mark.each_mpi
+@STUCK_RANKS
 def test_failure_of_one_rank_is_shown_if_the_others_are_stuck_in_mpi(tmp_path) -> None:
     """Rank 0 among them, which has no report any more."""
     file, junit = tmp_path / "test_alone.py", tmp_path / "junit.xml"
@@ -493,6 +495,7 @@ def test_two(comm): comm.recv((comm.rank + 1) % comm.size)
 
 @needs_mpiexec
 @pytest.mark.each_mpi
+@STUCK_RANKS
 @pytest.mark.parametrize(
     ("way", "plugin", "status"),
     [
