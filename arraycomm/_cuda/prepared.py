@@ -301,6 +301,8 @@ class PreparedCall:
         self.digest: DeviceBuffer | None = None
         # Of the results, as the call returns them.
         self.parts: Sequence[Part] = ()
+        # Calls in other streams, one after another.
+        self.strays = 0
 
     def event_beside(self) -> Any:
         """Return an event for one call beside the others, which nobody waits for so far."""
@@ -347,7 +349,11 @@ class PreparedCall:
             if address is None or address % _ALIGNMENT:
                 return None
             addresses.append(address)
-        if framework.streams(device) != (self.stream,) or not call.ready():
+        if framework.streams(device) != (self.stream,):
+            self.strays += 1
+            return None
+        self.strays = 0
+        if not call.ready():
             return None
         if out is None or not self._targets:
             made = self._empty(arrays[0], beside)

@@ -20,6 +20,8 @@ from arraycomm._protocol.waits.waiting import give_up_core
 
 # At ranks that are a little later, before a call on devices is made in full.
 _LOOKS: Final = 200
+# Calls in other streams, one after another, after which they are recorded anew.
+_STRAYS: Final = 8
 # What lets a thread use the result of a call on a device, if it is not in the caller's stream.
 _Follow = Callable[[], None] | None
 
@@ -83,7 +85,11 @@ class DevicePath(Exchanged):
         # A check of the header before may end the group.
         if prepared is None or not self._is_idle() or self._group.closed is not None:
             return None
-        return prepared.look(self._kind.arrays(x), out, beside=beside)
+        found = prepared.look(self._kind.arrays(x), out, beside=beside)
+        if prepared.strays >= _STRAYS:
+            # The program has gone to another stream for good: the next call is recorded there.
+            self._runner.fast_paths.drop(self._call.key)
+        return found
 
     def _meet(self) -> bool:
         """Show the header, and wait for those of the others; return whether they are as before."""

@@ -782,6 +782,26 @@ def test_what_waits_for_its_header_on_devices_is_recorded(comm, cuda) -> None:
         assert len(put) == before + 1
 
 
+@each_rank_of("several", by="on_devices")
+def test_calls_are_recorded_anew_in_the_stream_to_which_a_program_has_gone(comm, cuda) -> None:
+    """Not in one from which it soon comes back."""
+    import cupy
+
+    from arraycomm._communicator import runner_of
+
+    x, other, counts = _there(np.ones(4, "float32")), cupy.cuda.Stream(non_blocking=True), []
+    placements = runner_of(comm).placements
+    comm.allreduce(x)
+    with mock.patch.object(placements, "put", wraps=placements.put) as put:
+        for elsewhere, here in ((7, 1), (7, 1), (20, 0)):
+            before = put.call_count
+            with other:
+                assert {comm.allreduce(x).get()[0] for _ in range(elsewhere)} == {comm.size}
+            assert {comm.allreduce(x).get()[0] for _ in range(here)} <= {comm.size}
+            counts.append(put.call_count - before)
+    assert counts == [1, 1, 11]
+
+
 def _counts(comm: Communicator, kind: str, turns: int) -> list[dict[str, dict[str, float]]]:
     """Return what two communicators count, of which one prepares calls."""
     call, begin, _ = KINDS[kind]
