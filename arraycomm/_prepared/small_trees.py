@@ -13,7 +13,7 @@ from arraycomm._arrays.views import view
 from arraycomm._calls.runner import OperationClass, Runner
 from arraycomm._calls.statistics import Count
 from arraycomm._folds import fold
-from arraycomm._prepared.exchanged import Exchanged
+from arraycomm._prepared.exchanged import Exchanged, nbytes_of
 from arraycomm._prepared.fast_path import call
 from arraycomm._prepared.fast_paths import FastPath
 from arraycomm._prepared.steps import Call, Form, Step
@@ -96,6 +96,8 @@ class SmallTree(Exchanged):
             (slot.dtype, slot.shape, slot.elements.start * slot.dtype.itemsize)
             for slot in slots_of(fusion.specs, fusion.buckets)
         ]
+        # Bytes between leaves, which are sent too.
+        self._has_gaps = sum(nbytes_of(Form(*slot[:2])) for slot in self._slots) < fusion.nbytes
         self._op, self._nbytes, self._table = made.op, fusion.nbytes, fusion.whole
         self._specs = tuple(zip(*fusion.specs, strict=True)) or ((), ())
         self._make = self.exchange.make
@@ -127,8 +129,8 @@ class SmallTree(Exchanged):
             sent = allocate(self._sends.shape, self._sends.dtype)
             received = allocate(self._gets.shape, BYTE) if self._folds else sent
             slots = [np.ndarray(shape, dtype, sent, start) for dtype, shape, start in self._slots]
-            # Also the bytes between leaves.
-            sent.fill(0)
+            if self._has_gaps:
+                sent.fill(0)
             likes = self._fill(leaves, slots, sent)
         except Exception:
             return NotImplemented
@@ -211,8 +213,4 @@ def _results(leaves: list[Any], slots: list[Array], likes: list[BufferView | Non
         slot if like is None else to_framework(slot, like)
         for slot, like in zip(slots, likes, strict=True)
     ]
-    if len(set(map(id, leaves))) < len(leaves):
-        first: dict[tuple[int, bytes], Any] = {}
-        for number, (leaf, slot) in enumerate(zip(leaves, slots, strict=True)):
-            made[number] = first.setdefault((id(leaf), slot.tobytes()), made[number])
-    return made
+    return tied(leaves, made)

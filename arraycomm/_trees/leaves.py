@@ -272,17 +272,14 @@ def _are_same(result: Any, other: Any) -> bool:
     """
     if result is other or type(result) is not type(other):
         return result is other
-    try:
-        mine, others = view(result).array, view(other).array
-    except (TypeError, BufferError):
-        return False
+    mine, others = result, other
+    if type(result) is not np.ndarray:
+        try:
+            mine, others = view(result).array, view(other).array
+        except (TypeError, BufferError):
+            return False
     same_kind = (mine.dtype, mine.shape) == (others.dtype, others.shape)
-    return same_kind and np.array_equal(_bytes_of(mine), _bytes_of(others))
-
-
-def _bytes_of(array: Array) -> Array:
-    found: Array = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    return found
+    return same_kind and mine.tobytes() == others.tobytes()
 
 
 def agreed_leaves(calls: Sequence[CallDetail]) -> list[LeafSpec]:
