@@ -90,7 +90,6 @@ def test_count_of_ranks_without_a_launcher_names_the_variable() -> None:
     assert "init: WORLD_SIZE is 2 and RANK is missing, but for arraycomm each" in job.stderr
 
 
-@pytest.mark.at_night
 def test_torchrun_starts_again() -> None:
     again = ("--max-restarts", "1", "--monitor-interval", "0.1")
     report = Report(run_python(*_TORCHRUN, *again, *_STARTS, "restart", timeout=60), 2)

@@ -20,7 +20,6 @@ LINE = [[3.0, -1.0]]
 
 @pytest.mark.skipif(not all(map(find_spec, ("sklearn", "tqdm"))), reason="no digits")
 @needs_mpiexec
-@pytest.mark.at_night
 def test_two_ranks_learn_what_one_process_learns() -> None:
     # A law states of more numbers of ranks that the last program has the same bits.
     main = f"import runpy; main = runpy.run_path({str(DEMO)!r})['main']"
