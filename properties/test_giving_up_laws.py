@@ -289,6 +289,38 @@ class GivingUp:
         comm.barrier()
 
     @given(
+        ranks=range(2, 4),
+        first=ranked.roots(),
+        count=st.sampled_from(COUNTS),
+        before=st.lists(st.integers(1, 40), max_size=3),
+        moments=st.lists(st.floats(0, 1), min_size=4, max_size=4),
+        timeout=TIMEOUT,
+    )
+    def test_a_wait_interrupted_at_any_moment_goes_on_or_raises(
+        self, comm: Communicator, first: int, count: int, before: list[int], moments: list[float]
+    ) -> None:
+        for moment in moments:
+            c, x, seen = comm.dup(timeout=1.0), np.arange(count) + comm.rank * 2.0, Moments()
+            for other in before:
+                c.allreduce(np.ones(other))
+            want = seen.of(lambda c=c, x=x: c.iallreduce(x).wait())
+            stopping = Moments(1 + int(moment * seen.count) if comm.rank == first else -1)
+            requests = list[Any]()
+
+            def call(c: Communicator = c, x: Any = x, requests: list[Any] = requests) -> Any:
+                requests.append(c.iallreduce(x))
+                return requests[0].wait()
+
+            comm.barrier()
+            with suppress(ac.ArrayCommError, Stop):
+                try:
+                    got = stopping.of(call)
+                except Stop:
+                    got = requests[0].wait() if requests else want
+                np.testing.assert_equal(got, want)
+            comm.barrier()
+
+    @given(
         ranks=range(2, 3),
         first=ranked.roots(),
         way=st.sampled_from(sorted(message(0))),

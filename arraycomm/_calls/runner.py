@@ -113,7 +113,7 @@ class Runner:
 
     def start(self, operation: OperationClass[P], *args: P.args, **kwargs: P.kwargs) -> Request:
         """Start a call that goes on while the caller does something else."""
-        in_order = list[bool]()
+        in_order: list[bool] = []
 
         def prepare(given: HostPlacement | None) -> Operation:
             made = prepare_anew(given)

@@ -193,9 +193,10 @@ class Group:
 
     def at_rest(self) -> bool:
         """Return whether this rank has nothing under way, so that the transport may be freed."""
+        if self.unfinished or not self.engine.idle:
+            return False
         # In shared memory a step that this rank has posted needs it no more.
-        stepped = self.control.shared or self.control.done()
-        return self.engine.idle and stepped and not self.unfinished
+        return self.control.shared or self.control.done()
 
     def forget_frames(self) -> None:
         """Keep no frames of the error that ended this group: they hold communicators and arrays."""

@@ -20,7 +20,13 @@ from arraycomm._transports.mpi.nodes import NodeExchange, native_steps
 from arraycomm._transports.mpi.notes import MpiNotes
 from arraycomm._transports.mpi.pieces import Pieces
 from arraycomm._transports.mpi.routes import Places
-from arraycomm._transports.mpi.under_way import KEPT_ALIVE, on_all, shared_memory, translated
+from arraycomm._transports.mpi.under_way import (
+    KEPT_ALIVE,
+    Undivided,
+    on_all,
+    shared_memory,
+    translated,
+)
 from arraycomm._transports.notes import ExitNotice, fence
 
 # Seconds. A rank that gives up a step has waited for longer since it began the step before.
@@ -62,6 +68,7 @@ class MpiControl(ControlChannel):
         if len(members) > 1 and type(self) is MpiControl:
             self.slots = memory[: 2 * size * slot]
             self.native = native_steps(self._exchange, memory, rank, members, slot)
+        self._exchanging = Undivided()
         self._pending = self._started = self._received = self._natively = False
         # When this rank began its last step and the one before, as far as Python knows; and the
         # ranks that have given up the step that is complete otherwise.
@@ -81,14 +88,15 @@ class MpiControl(ControlChannel):
         self._pending = True
         self._started = self._received = self._natively = False
         if not self._stamps:
-            self._start()
+            with self._exchanging:
+                self._start()
 
     def go_on(self) -> None:
         self._pending, self._natively = True, self._leads
         self._started = self._received = False
 
     def done(self) -> bool:
-        if self._pending and (self._lead() if self._leads else self._follow()):
+        if self._pending and (self._led() if self._leads else self._follow()):
             self._given_up = [*self.given_up()]
             self._pending = bool(self._given_up)
         return not self._pending
@@ -109,6 +117,10 @@ class MpiControl(ControlChannel):
         parity = self.step & 1
         self.alike[parity] = bool(self._alike[parity])
         return True
+
+    def _led(self) -> bool:
+        with self._exchanging:
+            return self._lead()
 
     def _lead(self) -> bool:
         """Take the step further, and return whether it is complete and all of it is sent."""

@@ -22,7 +22,7 @@ from typing import Final, NamedTuple
 from mpi4py import MPI
 
 from arraycomm._transports.base import Bytes
-from arraycomm._transports.mpi.under_way import KEPT_ALIVE, on_all, start, translated
+from arraycomm._transports.mpi.under_way import KEPT_ALIVE, Undivided, on_all, start, translated
 
 # The most bytes of a piece, but for what makes whole cache lines of it, and how many are under way.
 PIECE: Final = 64_000
@@ -93,6 +93,7 @@ class Lane:
         # The messages that are under way.
         self.receives: deque[MPI.Request] = deque()
         self.sends: list[MPI.Request] = []
+        self._moving = Undivided()
 
     def start(self, number: int) -> None:
         """Begin a piece each way."""
@@ -124,6 +125,10 @@ class Lane:
 
     def done(self) -> bool:
         """Begin what can be begun; return whether all pieces are over. Never waits."""
+        with self._moving:
+            return self._move()
+
+    def _move(self) -> bool:
         if self._before is not None:
             self._before.done()
             self.begin()
@@ -172,10 +177,14 @@ class Messages:
         self.requests, self.later = Requests(), Requests()
         self.lanes: list[Lane] = []
         self.then: Callable[[], None] | None = None
-        self._buffers = buffers
+        self._buffers, self._moving = buffers, Undivided()
         KEPT_ALIVE.add(self)
 
     def done(self) -> bool:
+        with self._moving:
+            return self._move()
+
+    def _move(self) -> bool:
         try:
             while True:
                 self.lanes = [lane for lane in self.lanes if not lane.done()]

@@ -16,7 +16,7 @@ from mpi4py import MPI
 
 from arraycomm._transports.base import Bytes, Flat
 from arraycomm._transports.mpi.pieces import AHEAD, Pieces
-from arraycomm._transports.mpi.under_way import KEPT_ALIVE, start, translated
+from arraycomm._transports.mpi.under_way import KEPT_ALIVE, Undivided, start, translated
 
 # A part has at least this many bytes. There are at most this many for each level of a binary tree
 # of the nodes: with twice as many on four nodes, whose ranks shared two cores, the whole took half
@@ -109,7 +109,7 @@ class Relay:
         self._waiting: deque[tuple[Bytes, int]] = deque()
         self._sends: deque[MPI.Request] = deque()
         # How many parts are here.
-        self._here = 0
+        self._here, self._moving = 0, Undivided()
         KEPT_ALIVE.add(self)
         if origin is None:
             for part in self._parts:
@@ -123,6 +123,10 @@ class Relay:
                 start(self._receives[-1], comm.Irecv, [piece, MPI.BYTE], origin, self._tag)
 
     def done(self) -> bool:
+        with self._moving:
+            return self._move()
+
+    def _move(self) -> bool:
         try:
             while self._here < len(self._parts):
                 self._send()
