@@ -139,17 +139,17 @@ BEGIN |= {("messages", name) for name in ("send", "recv", "isend", "irecv", "sen
 
 
 class Moments:
-    """Counts the moments at which this thread can be interrupted in the library; stops at one."""
+    """Counts the moments at which this thread can be interrupted in a part of the library; stops at one."""
 
-    def __init__(self, last: int = -1) -> None:
-        self.last, self.count = last, 0
+    def __init__(self, last: int = -1, part: str = PACKAGE) -> None:
+        self.last, self.count, self._part = last, 0, part
         # Whether a call had begun when it stopped.
         self.inside = False
         self._before: tuple[Any, str] | None = None
 
     def __call__(self, frame: Any, event: str, _: Any) -> Any:
         code = frame.f_code
-        if not code.co_filename.startswith(PACKAGE) or code.co_filename.startswith(TESTING):
+        if not code.co_filename.startswith(self._part) or code.co_filename.startswith(TESTING):
             return None
         frame.f_trace_opcodes = True
         if event == "opcode":
@@ -289,38 +289,6 @@ class GivingUp:
         comm.barrier()
 
     @given(
-        ranks=range(2, 4),
-        first=ranked.roots(),
-        count=st.sampled_from(COUNTS),
-        before=st.lists(st.integers(1, 40), max_size=3),
-        moments=st.lists(st.floats(0, 1), min_size=4, max_size=4),
-        timeout=TIMEOUT,
-    )
-    def test_a_wait_interrupted_at_any_moment_goes_on_or_raises(
-        self, comm: Communicator, first: int, count: int, before: list[int], moments: list[float]
-    ) -> None:
-        for moment in moments:
-            c, x, seen = comm.dup(timeout=1.0), np.arange(count) + comm.rank * 2.0, Moments()
-            for other in before:
-                c.allreduce(np.ones(other))
-            want = seen.of(lambda c=c, x=x: c.iallreduce(x).wait())
-            stopping = Moments(1 + int(moment * seen.count) if comm.rank == first else -1)
-            requests = list[Any]()
-
-            def call(c: Communicator = c, x: Any = x, requests: list[Any] = requests) -> Any:
-                requests.append(c.iallreduce(x))
-                return requests[0].wait()
-
-            comm.barrier()
-            with suppress(ac.ArrayCommError, Stop):
-                try:
-                    got = stopping.of(call)
-                except Stop:
-                    got = requests[0].wait() if requests else want
-                np.testing.assert_equal(got, want)
-            comm.barrier()
-
-    @given(
         ranks=range(2, 3),
         first=ranked.roots(),
         way=st.sampled_from(sorted(message(0))),
@@ -368,6 +336,30 @@ if LAUNCHED:
     class TestMessages(GivingUp):
         def _group(self) -> RankGroup:
             return lockstep_over(over_mpi(share=False))
+
+    def test_a_wait_between_nodes_interrupted_at_any_moment_goes_on_or_raises() -> None:
+        world, part = over_mpi(share=False), f"{PACKAGE}/_transports/mpi"
+        moments, last, wrong = Moments(part=part), 0, list[Any]()
+        # The first ones begin messages and take them; then it looks for one again and again.
+        while last <= min(world.bcast_object(moments.count), 60):
+            c, requests = world.dup(timeout=1.0), list[Any]()
+            for before in (40, 3, 17):
+                c.allreduce(np.ones(before))
+            begin = moments if last == 0 else Moments(last if world.rank == 0 else -1, part)
+            last, want = last + 1, np.full(5, c.size * (c.size + 1) / 2)
+
+            def call(c: Communicator = c, requests: list[Any] = requests) -> Any:
+                requests.append(c.iallreduce(np.full(5, c.rank + 1.0)))
+                return requests[0].wait()
+
+            with suppress(ac.ArrayCommError, Stop):
+                try:
+                    got = begin.of(call)
+                except Stop:
+                    got = requests[0].wait() if requests else want
+                wrong += [] if np.array_equal(got, want) else [(last, got)]
+            world.barrier()
+        assert not wrong
 
 else:
 

@@ -72,6 +72,14 @@ HISTORIES: Final = (
         compiled=True,
     ),
     Fault(
+        "divided exchange: a rank goes on with messages between nodes that an interrupt has divided",
+        "arraycomm/_transports/mpi/under_way.py",
+        "        self._divided = kind is not None",
+        "        self._divided = False",
+        ("a_wait_between_nodes_interrupted_at_any_moment_goes_on_or_raises",),
+        run="mpi properties/test_giving_up_laws.py",
+    ),
+    Fault(
         "piece of the middle: of messages in more than three pieces the third is left out",
         "arraycomm/_transports/mpi/pieces.py",
         "    return [memory[i:j] for i, j in zip(bounds, [*bounds[1:], len(memory)], strict=True)]",
