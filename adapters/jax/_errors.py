@@ -11,7 +11,9 @@ import itertools
 import re
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
+from types import MemberDescriptorType
 from typing import Any, Final
 
 from jax.errors import JaxRuntimeError
@@ -54,9 +56,20 @@ def unwrap(failed: Callable[[], None]) -> None:
 
 def as_jax_error(error: BaseException) -> BaseException:
     """Return an error of the same class, message and attributes that is one of JAX's too."""
-    made: BaseException = RuntimeError.__new__(_class_like(type(error)))  # type: ignore[arg-type]
+    kind: Any = _class_like(type(error))
+    base = kind
+    # Only the class of Python's own that has its memory laid out makes an instance.
+    while base.__module__ != "builtins":
+        base = base.__base__
+    made: BaseException = base.__new__(kind, *error.args)
     made.args = error.args
     vars(made).update(vars(error))
+    for each in type(error).__mro__:
+        for name, slot in vars(each).items():
+            # Those of groups can only be read, slots may be empty, and OSError shows a None.
+            with suppress(AttributeError):
+                if isinstance(slot, MemberDescriptorType) and getattr(error, name) is not None:
+                    setattr(made, name, getattr(error, name))
     made.__cause__, made.__suppress_context__ = error.__cause__, True
     return made
 

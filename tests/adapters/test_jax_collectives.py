@@ -18,7 +18,9 @@ pytest.importorskip("optax")
 cases = pytest.importorskip("tests.adapters.jax_cases")
 programs = pytest.importorskip("tests.adapters.jax_programs")
 collectives = pytest.importorskip("arraycomm.adapters.jax")
-tokens = pytest.importorskip("arraycomm.adapters.jax._tokens")
+errors, tokens = (
+    pytest.importorskip(f"arraycomm.adapters.jax._{name}") for name in ("errors", "tokens")
+)
 
 LIMIT = 300
 # Most of the time goes into compiling, on every rank anew.
@@ -157,6 +159,25 @@ def test_error_that_a_token_takes_is_raised_once_the_program_has_ended() -> None
     assert made.is_ready()
     token.put(ready)
     token.clear()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        *(OSError(2, "there is none", "a file"), MemoryError("no room"), KeyError("a")),
+        *(UnicodeDecodeError("utf8", b"\xff", 0, 1, "why"), ImportError("no", name="a module")),
+        *(ExceptionGroup("several", [KeyError(1)]), ac.CommTimeoutError("late"), StopIteration(4)),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_error_of_a_program_says_and_has_what_that_of_a_call_does(error: Exception) -> None:
+    found = errors.as_jax_error(error)
+    assert isinstance(found, type(error))
+    assert isinstance(found, jax.errors.JaxRuntimeError)
+    assert str(found) == str(error)
+    for name in (name for name in dir(error) if not name.startswith("_")):
+        value = getattr(error, name, None)
+        assert callable(value) or getattr(found, name, None) == value
 
 
 @lru_cache
