@@ -121,6 +121,15 @@ def text_of(error: BaseException) -> str:
         return f"<{type(error).__name__} whose __str__ raises>"
 
 
+def chain_of(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error and what led to it, each once: `raise error from error` makes a circle."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__
+
+
 @contextmanager
 def naming(operation: str) -> Iterator[None]:
     """Begin the messages of a block's argument errors with the operation's name."""

@@ -13,7 +13,7 @@ from mmap import ACCESS_READ, mmap
 from typing import Any
 
 from arraycomm._callsite import describe_exception
-from arraycomm._errors import CommTimeoutError, CommunicatorClosedError, PeerError
+from arraycomm._errors import CommTimeoutError, CommunicatorClosedError, PeerError, chain_of
 from arraycomm._session import init
 
 # The first byte of an outcome, written last: what the function returned, or raised by itself, or
@@ -63,11 +63,8 @@ def _write(result: int, data: bytes) -> None:
 
 
 def _kind(error: BaseException) -> bytes:
-    link: BaseException | None = error
-    while link is not None:
-        if isinstance(link, PeerError | CommunicatorClosedError):
-            return CAUSED
-        link = link.__cause__ or link.__context__
+    if any(isinstance(link, PeerError | CommunicatorClosedError) for link in chain_of(error)):
+        return CAUSED
     return LATE if isinstance(error, CommTimeoutError) else RAISED
 
 

@@ -13,6 +13,7 @@ from arraycomm._calls.placement import HostPlacement
 from arraycomm._calls.runner import Prepare
 from arraycomm._callsite import call_site
 from arraycomm._collectives.reductions import Allreduce, Reduce
+from arraycomm._errors import chain_of
 from arraycomm._messages.messages import Message
 from arraycomm._protocol.group import Group
 from arraycomm._protocol.header import Signature
@@ -196,11 +197,7 @@ class Recorder:
 
 def is_known(error: BaseException | None) -> bool:
     """Return whether a call that was recorded has raised an error, or one that led to it."""
-    while error is not None:
-        if _KNOWN in vars(error):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
+    return any(_KNOWN in vars(link) for link in chain_of(error))
 
 
 def _received(call: _Call, message: Message, steps: Steps) -> Steps:

@@ -12,7 +12,7 @@ from arraycomm._calls.runner import Guard
 from arraycomm._collectives.groups import SmallExchange
 from arraycomm._communicator import Communicator, group_of, runner_of, trees_of
 from arraycomm._entries import entry
-from arraycomm._errors import ArrayCommError
+from arraycomm._errors import ArrayCommError, chain_of
 from arraycomm._protocol.agreement import JOINING, Agreement, active
 from arraycomm._protocol.mismatch import mismatch
 from arraycomm._session import world
@@ -187,11 +187,10 @@ class Join(Block, Guard, ProcessBound):
                 taking[number].adopt(taken)
 
     def _is_reported(self, error: BaseException | None) -> bool:
-        while error is not None:
-            if isinstance(error, ArrayCommError) or any(error is known for known in self._reported):
-                return True
-            error = error.__cause__ or error.__context__
-        return False
+        return any(
+            isinstance(link, ArrayCommError) or any(link is known for known in self._reported)
+            for link in chain_of(error)
+        )
 
 
 class PrivateGuard(Guard):

@@ -8,12 +8,12 @@ import re
 import sys
 import traceback
 import unittest
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Final, Protocol
 
 from arraycomm._callsite import describe_exception, is_ours
-from arraycomm._errors import CommTimeoutError, CommunicatorClosedError, PeerError
+from arraycomm._errors import CommTimeoutError, CommunicatorClosedError, PeerError, chain_of
 
 # The `priority` of a skipped test, and of an error that another rank's failure caused.
 _SKIPPED: Final = 2
@@ -84,7 +84,7 @@ def in_a_line(text: str) -> str:
 
 def priority(error: BaseException | None) -> int:
     """Return the place of an error among those of several ranks: 0 for one of the rank itself."""
-    if any(isinstance(link, (PeerError, CommunicatorClosedError)) for link in _chain(error)):
+    if any(isinstance(link, (PeerError, CommunicatorClosedError)) for link in chain_of(error)):
         return CAUSED
     return _SKIPPED if is_skip(error) else int(isinstance(error, CommTimeoutError))
 
@@ -94,14 +94,6 @@ def is_skip(error: BaseException | None) -> bool:
     outcomes = sys.modules.get("_pytest.outcomes")
     kinds = (unittest.SkipTest,) if outcomes is None else (unittest.SkipTest, outcomes.Skipped)
     return isinstance(error, kinds)
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        yield error
-        error = error.__cause__ or error.__context__
 
 
 def pack(error: BaseException) -> bytes:

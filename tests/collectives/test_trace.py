@@ -136,7 +136,8 @@ def test_no_call_does_anything_for_a_trace_that_is_over(comm: ac.Communicator) -
 
 def end_on_rank_1(_: int, rank: int) -> None:
     if rank == 1:
-        raise RuntimeError("no more data")
+        error = RuntimeError("no more data")
+        raise error from error
 
 
 @each_rank_of(3)

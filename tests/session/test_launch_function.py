@@ -64,7 +64,8 @@ def test_first_error_is_raised_and_all_ranks_end(capsys: pytest.CaptureFixture[s
         print(os.getpid(), flush=True)
         comm.barrier()
         if comm.rank == 1:
-            raise OwnError("mine")
+            error = OwnError("mine")
+            raise error from error
         if comm.rank == 2:
             time.sleep(600)
         comm.barrier()

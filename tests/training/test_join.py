@@ -161,7 +161,8 @@ def test_what_is_wrong_in_one_block_raises_in_all(comm: Communicator, wrong, sha
             if comm.rank != 1:
                 ac.allreduce_gradients(np.ones(2), comm=comm)
             elif wrong == "exception":
-                raise KeyError("no such batch of join")
+                error = KeyError("no such batch of join")
+                raise error from error
             elif wrong == "other":
                 comm.allreduce(1.0)
             else:
