@@ -125,10 +125,11 @@ class History(NamedTuple):
 
 
 def subject(some: random.Random, chunk: int, size: int) -> Subject:
-    """Return a call of a few elements, or of up to nine chunks and one element more or less."""
+    """Return a call of a few elements, of as many as a small slot has room for, or of up to nine chunks or so."""
     dtype, chunks = some.choice(DTYPES), some.choice((*[0] * 10, 1, 2, 3, 5, 8, 9, 9))
     count = chunks * chunk // (dtype_of(dtype).itemsize * size) + some.randint(-1, 3)
-    count = count if chunks else some.choice((0, *[1, 2, 3, 30, 60] * 3))
+    full = SLOTS[0][1] // (dtype_of(dtype).itemsize * size)
+    count = count if chunks else some.choice((0, *[1, 2, 3, 30, 60] * 2, 1, 30, *[full] * 3))
     op = some.choice(OPS[family(dtype_of(dtype))])
     name = some.choice([*["allreduce"] * 16, *["plan"] * 3, *ROOTED, *CALLS])
     return Subject(name, dtype, op, (count,), some.randrange(size))

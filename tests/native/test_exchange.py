@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import signal
 import sys
@@ -247,7 +248,9 @@ def _usual(memory: np.ndarray) -> dict[str, Any]:
 def test_slots_have_to_be_those_of_a_control_channel() -> None:
     memory = np.zeros(1024, np.uint8)
     usual = _usual(memory)
-    compiled.Exchange(**usual)
+    # Slots may be full.
+    for right in ({}, {"takes": ((1,), 128)}, {"gives": ((1,), 128)}, {"place": 128 - 8}):
+        compiled.Exchange(**{**usual, **right})
     for wrong in (
         *({"rank": 2}, {"rank": -1}, {"size": 0}, {"size": 3}, {"slot": 255}, {"slot": 128}),
         *({"header": bytes(119)}, {"takes": ((1,), -8)}, {"takes": ((1,), 136)}),
@@ -263,3 +266,28 @@ def test_slots_have_to_be_those_of_a_control_channel() -> None:
             compiled.Exchange(**{**usual, **wrong})
     with pytest.raises(TypeError, match="Exchange"):
         compiled.Repeats(np.ndarray).remember("sum", None)
+
+
+def test_steps_on_a_device_have_to_be_as_they_are_recorded() -> None:
+    nothing = ctypes.CFUNCTYPE(ctypes.c_int)(lambda: 0)
+    arguments, group, gather = np.zeros(24, np.uint8), (0, 0, 0, 1, 0, 0), (1, 0, 0, 4, 0, 0)
+    kernel, copy, far = (7, 8, 8, 1, 32, 0), (6, 0, 0, 8, 0, 0), 1 << 52
+    usual: dict[str, Any] = {
+        "functions": (ctypes.cast(nothing, ctypes.c_void_p).value,) * 15,
+        **dict.fromkeys(("stream", "before", "comm", "word"), 0),
+        **{"steps": [group, gather, kernel, copy], "places": [(8, 0)], "arguments": arguments[:16]},
+        **{"memories": 1, "number_at": 12},
+    }
+    for right in ({}, {"memories": 1 << 11}, {"number_at": -1}, {"steps": []}, {"places": []}):
+        compiled.DeviceCall(**{**usual, **right})
+    for wrong in (
+        *({"memories": n} for n in (-1, 0, (1 << 11) + 1)),
+        *({"arguments": arguments[4:20]}, {"number_at": 2}, {"number_at": 16}),
+        *({"places": [each]} for each in ((-8, 0), (16, 0), (4, 0), (0, far))),
+        *({"steps": [group, (kind, *gather[1:])]} for kind in (-1, 0, 6, 7, 8)),
+        *({"steps": [(*group[:3], count, 0, 0), gather]} for count in (-1, 2)),
+        *({"steps": [(6, *at, 8, 0, 0)]} for at in ((far, 0), (0, far))),
+        *({"steps": [(7, 8, at, 1, 32, 0)]} for at in (-8 % 2**64, 4, 16)),
+    ):
+        with pytest.raises(ValueError, match="the steps are not as they are recorded"):
+            compiled.DeviceCall(**{**usual, **wrong})

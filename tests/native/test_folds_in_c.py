@@ -154,6 +154,7 @@ for helper in helpers:
     status = (helper / "status").read_text()
     blocked = next(line for line in status.splitlines() if line.startswith("SigBlk"))
     assert int(blocked.split()[1], 16) >> (signal.SIGINT - 1) & 1
+assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == set()
 # Several callers at once, of whom one has the helpers.
 callers = [threading.Thread(target=fold) for _ in range(3)]
 for caller in callers:

@@ -15,6 +15,7 @@ import pytest
 
 import arraycomm as ac
 from arraycomm._communicator import Communicator
+from arraycomm._folds import in_c
 from arraycomm._native import compiled
 from arraycomm._reduce import chain, segment, selection
 from arraycomm.testing import run
@@ -245,3 +246,21 @@ def test_copies_past_the_caches_are_copies_and_have_to_fit() -> None:
         compiled.copy(x[:4], x[4:7])
     with pytest.raises(ValueError, match="must not overlap"):
         compiled.copy(x, x)
+
+
+def test_chunks_have_to_be_those_of_the_segment() -> None:
+    """Each number at its limit is taken, and beyond it refused."""
+    x, short, sum_ = np.arange(8.0), np.zeros(8, np.uint8), in_c.number_of("sum", np.dtype(float))
+    memory = {"slots": np.zeros(512, np.uint8), "segment": np.zeros(192, np.uint8)}
+    memory |= {"out": np.zeros_like(x), "streams": bytes(1), "seconds": np.zeros((1, 2))}
+    sizes = {"slot": 256, "rank": 0, "size": 1, "chunk": 64, "large": False}
+    rows = {"rows": 2, "folded": 1, "first": 0, "turn": 0, "step": 0, "nanoseconds": 1 << 30}
+    fitting = {**memory, **sizes, **rows}
+    wrong = [("slots", short), ("segment", short), ("out", short), ("streams", b""), ("seconds", x[:0])]
+    wrong += [("slot", 120), ("slot", 252), ("rank", -1), ("rank", 1), ("size", 0), ("chunk", 0)]
+    wrong += [("chunk", 32), ("rows", 0), ("folded", 0), ("first", -1), ("turn", -1), ("step", -1)]
+    for name, value in wrong:
+        with pytest.raises(ValueError, match="the chunks are not as the segment has them"):
+            compiled.reduce_chunks(tuple({**fitting, name: value}.values()), x, sum_)
+    assert compiled.reduce_chunks(tuple(fitting.values()), x, sum_) == (3, 2)
+    assert (memory["out"] == x).all()
