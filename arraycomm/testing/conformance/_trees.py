@@ -186,17 +186,24 @@ class TreeLaws:
         counts=sealed(ranked.per_rank(st.integers(0, 3))),
         weights=sealed(ranked.per_rank(st.integers(1, 4))),
         length=st.sampled_from((1, 5000)),
+        compression=st.sampled_from((None, "float16")),
     )
     def test_join_is_the_mean_over_the_batches_of_each_step(
-        self, comm: Communicator, counts: Sealed[int], weights: Sealed[int], length: int
+        self,
+        comm: Communicator,
+        counts: Sealed[int],
+        weights: Sealed[int],
+        length: int,
+        compression: str | None,
     ) -> None:
         """The mean is weighted, over the ranks that have a batch; afterwards all are in step."""
         with join(comm) as joined:
             for step in range(counts.on(comm.rank)):
                 joined.weight = weights.on(comm.rank)
-                got = allreduce_gradients(np.full(length, 8.0 * comm.rank + step), comm=comm)
+                mine = np.full(length, 8.0 * comm.rank + step)
+                got = allreduce_gradients(mine, compression=compression, comm=comm)
                 live = [rank for rank in range(comm.size) if step < counts.on(rank)]
-                # Sums of small integers are exact.
+                # Sums of small integers are exact, in 16 bits as well.
                 total = sum(weights.on(rank) * (8.0 * rank + step) for rank in live)
                 want = total / sum(weights.on(rank) for rank in live)
                 assert got.tolist() == [want] * length, f"got {got[0]}, not {want}"
