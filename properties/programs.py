@@ -425,8 +425,12 @@ class Player:
 def as_they_end(requests: Sequence[Any]) -> list[Any]:
     """Return the results of requests in their order, of which each is taken once it is there."""
     left, results = dict(enumerate(requests)), dict[int, Any]()
+    # Of several that are there, the first is meant.
+    if are_there := len(requests) % 2:
+        ac.waitall(requests)
     while left:
         place, result = ac.waitany(left.values(), timeout=60)
+        assert place == 0 or not are_there
         number = list(left)[place]
         results[number] = result
         assert left.pop(number).test()
