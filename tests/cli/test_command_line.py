@@ -77,6 +77,10 @@ def test_the_help_of_a_command_fits_a_terminal_and_ends_with_an_example(
     said = capsys.readouterr().out
     assert f"\nexample:\n  arraycomm {name}" in said
     assert not [line for line in said.splitlines() if len(line) > 80 or line.endswith("-")]
+    # However narrow it is, words stay whole.
+    monkeypatch.setenv("COLUMNS", "30")
+    assert ended(name, "--help") == 0
+    assert sorted(capsys.readouterr().out.split()) == sorted(said.split())
 
 
 @pytest.mark.parametrize(
