@@ -155,3 +155,4 @@ def test_ranks_whose_builds_differ_are_told_so_and_others_work(
     assert said.count(rule) == said.count(remedy) == 2, said
     assert all(said.count(f"in {tmp_path}/{rank}/arraycomm (code ") == 2 for rank in "01"), said
     assert (", whose sources there are " in said) == changed.startswith("_native")
+    assert said.count("C part none") == 2 * len(in_python if compiled else "01")
