@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -127,6 +128,28 @@ def test_training_is_that_of_one_process(change: str, options: str) -> None:
     for got in run(2, lambda comm: train(comm, change, options, rows_only=rows_only)):
         slack = 1e-6 if change == "converted" else SLACK
         torch.testing.assert_close(got, want, rtol=slack, atol=slack)
+
+
+@pytest.mark.parametrize("options", [{"accumulate": 2}, {"virtual_ranks": 4}], ids=str)
+def test_sums_under_way_follow_their_parameters(options: dict[str, int]) -> None:
+    """The first of three is dropped between two steps that are applied as one."""
+
+    def train(comm: ac.Communicator, *, drops: bool) -> Any:
+        weights = [Parameter(torch.zeros(2)) for _ in range(3)]
+        optimizer = torch.optim.SGD(weights, lr=1.0)
+        ac.DistributedOptimizer(optimizer, comm=comm, op="sum", verify_every=0, **options)
+        for turn in range(4):
+            if turn == 1 and drops:
+                del optimizer.param_groups[0]["params"][0]
+            used = weights[drops and turn > 0 :]
+            sum(
+                (2 + comm.rank + turn) ** n * w.sum() for n, w in enumerate(used, -len(used))
+            ).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [weight.tolist() for weight in weights[1:]]
+
+    assert run(2, partial(train, drops=True)) == run(2, partial(train, drops=False))
 
 
 # Passes that raise ------------------------------------------------------------------------------
