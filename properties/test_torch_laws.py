@@ -612,13 +612,22 @@ def take_joined(optimizer: Any, parameters: list[Any], rank: int, step: int, sha
     op=st.sampled_from(("sum", "mean")),
     shard=st.booleans(),
     after=st.sampled_from(("backward", "by hand")),
+    first=st.sampled_from((2, 3)),
 )
-def test_inside_join_ranks_take_the_steps_of_the_others(shares, kind, op, shard, after) -> None:
-    """Each counts by its weight, and who has no data, or has failed before it told the others, none."""
+def test_inside_join_ranks_take_the_steps_of_the_others(
+    shares, kind, op, shard, after, first
+) -> None:
+    """Each counts by its weight, and who has no data, or has failed before it told the others, none.
+
+    All add parameters before the block, or none does.
+    """
 
     def train(comm: ac.Communicator) -> list[Any]:
         parameters = made(3)
-        optimizer = ac.DistributedOptimizer(KINDS[kind](parameters), comm=comm, op=op, shard=shard)
+        plain = KINDS[kind](parameters[:first])
+        optimizer = ac.DistributedOptimizer(plain, comm=comm, op=op, shard=shard)
+        if parameters[first:]:
+            optimizer.add_param_group({"params": parameters[first:]})
         schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
         with ac.join(comm) as joined:
             for step, share in enumerate(shares[comm.rank]):

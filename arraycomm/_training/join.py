@@ -171,6 +171,9 @@ class Join(Block, Guard, ProcessBound):
         optimizers = registry_of(self._comm).optimizers
         while (step := self._runner.call(Shadow, self._memory)) is not None:
             optimizer = None if step.optimizer is None else optimizers.get(step.optimizer)
+            if optimizer is not None and optimizer.rounds is not None and step.others:
+                # They have exchanged parameters as this rank has, which is over for all.
+                optimizer.rounds.note_others(others=False)
             if optimizer is not None and optimizer.steps is not None and step.total:
                 optimizer.steps.follow(step.gradients, json.loads(step.settings or "[]"))
 

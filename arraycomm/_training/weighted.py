@@ -45,6 +45,8 @@ class ShadowStep(NamedTuple):
     gradients: Any
     # The hyperparameters with which ranks with data take it, as JSON.
     settings: str | None = None
+    # Whether the optimizer's parameters are others than in the step before.
+    others: bool = False
 
 
 class Block:
@@ -196,7 +198,7 @@ def shadow_gradients(memory: TreeMemory, agreement: Agreement, live: Sequence[Ca
     reduced = yield from _reduce_weighted(memory, agreed, nothing, weights, op, compression)
     optimizer: Any = settings["optimizer"]
     taken: Any = settings.get("hyperparameters")
-    return ShadowStep(optimizer, sum(weights), reduced, taken)
+    return ShadowStep(optimizer, sum(weights), reduced, taken, "parameters" in settings)
 
 
 def _checked_weight(weight: Any) -> float:
