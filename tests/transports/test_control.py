@@ -60,6 +60,15 @@ def test_a_step_to_which_all_have_come_meanwhile_is_not_given_up(controls, monke
     assert not controls[0].withdraw()
 
 
+def test_a_step_that_was_given_up_stays_so_whoever_comes_to_it(controls) -> None:
+    early, late = controls
+    early.post()
+    assert early.withdraw()
+    late.post()
+    assert early.withdraw()
+    assert not late.done()
+
+
 @pytest.mark.usefixtures("hurried")
 def test_a_text_is_read_whole_while_another_is_told(controls: list[SharedControl]) -> None:
     teller, reader = controls
