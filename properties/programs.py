@@ -426,7 +426,7 @@ def as_they_end(requests: Sequence[Any]) -> list[Any]:
     """Return the results of requests in their order, of which each is taken once it is there."""
     left, results = dict(enumerate(requests)), dict[int, Any]()
     # Of several that are there, the first is meant.
-    if are_there := len(requests) % 2:
+    if are_there := len(requests) > 2 and len(requests) % 2:
         ac.waitall(requests)
     while left:
         place, result = ac.waitany(left.values(), timeout=60)

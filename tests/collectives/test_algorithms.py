@@ -39,8 +39,11 @@ def test_chunks_that_overlap_are_about_equally_long(nbytes, size) -> None:
     itemsize=st.sampled_from((1, 2, 4, 8, 16)),
 )
 def test_scratch_memory_is_taken_beforehand(size, count, itemsize) -> None:
-    """Of the rank whose slices are the longest, and whose `take` would fail after the header otherwise."""
-    taken: list[int] = []
+    """Of the rank whose slices are the longest, and whose `take` would fail after the header otherwise.
+
+    What folds is loaded by then.
+    """
+    taken, loaded = list[int](), list[str]()
 
     class TakenError(Exception):
         pass
@@ -52,7 +55,8 @@ def test_scratch_memory_is_taken_beforehand(size, count, itemsize) -> None:
     link: Any = SimpleNamespace(
         rank=size - 1, size=size, overlaps=True, take=take, slot=(-1, False)
     )
-    link.reduces, link.chunk_bytes, link.load = lambda *_: False, 0, lambda *_: None
+    link.reduces, link.chunk_bytes = lambda *_: False, 0
+    link.load = lambda op, _: loaded.append(op)
     array = np.broadcast_to(np.zeros(1, f"V{itemsize}"), count)
     bounds = [count * r // size for r in range(size + 1)]
     part = array[bounds[-2] :]
@@ -64,3 +68,4 @@ def test_scratch_memory_is_taken_beforehand(size, count, itemsize) -> None:
         with pytest.raises(TakenError):
             next(moves)
         assert taken.pop() <= scratch_bytes(link, nbytes)
+        assert loaded.pop() == "sum"
