@@ -192,3 +192,11 @@ def test_message_that_comes_between_two_looks_goes_to_the_first_receive() -> Non
     assert first.done()
     assert (first.source, first.tag) == (1, 7)
     assert [buffer.tolist() for buffer in transport.taken] == [[0]]
+
+
+@alone
+def test_probe_finds_no_message_that_a_receive_under_way_takes() -> None:
+    matcher = Matcher(_Late())  # type: ignore[arg-type]
+    first = matcher.recv(np.zeros(1, np.uint8), None, range(9))
+    assert matcher.probe(None, range(9)) is None
+    assert (first.source, first.tag) == (1, 7)
