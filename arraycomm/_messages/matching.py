@@ -134,7 +134,11 @@ class Matcher:
         """Return source and tag of a message that no receive under way takes, or None."""
         self.match()
         with self._lock:
-            return self._transport.probe(source, tags)
+            while found := self._transport.probe(source, tags):
+                # One that has come after the receives looked for it.
+                if not self._give(*found):
+                    break
+            return found
 
     def drop(self, receive: Receive) -> None:
         """Let a receive that was given up take no message any more."""
@@ -156,9 +160,13 @@ class Matcher:
     def _match_one(self, receive: Receive) -> bool:
         """Look for a message for this receive; an earlier one may take what is found."""
         found = self._transport.probe(receive.source, receive.tags)
-        if found is None:
+        return found is not None and self._give(*found)
+
+    def _give(self, source: int, tag: int) -> bool:
+        """Give a message to the first receive that takes it; return whether any does."""
+        first = next((each for each in self._waiting if each.takes(source, tag)), None)
+        if first is None:
             return False
-        first = next(each for each in self._waiting if each.takes(*found))
         self._waiting.remove(first)
-        first.begin(self._transport, *found)
+        first.begin(self._transport, source, tag)
         return True
