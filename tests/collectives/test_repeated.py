@@ -76,6 +76,11 @@ def test_repeated_calls_are_counted(comm: ac.Communicator) -> None:
         comm.allreduce(own(comm.rank))
         stats = comm.stats()["allreduce"]
         assert (stats["calls"], stats["bytes"]) == (calls, calls * COUNT * 8)
+    # Also those whose way was given up for the ways of many others.
+    for count in range(1100):
+        for _ in range(3):
+            comm.allreduce(np.zeros(count, np.int8))
+    assert comm.stats()["allreduce"]["calls"] == 4 + 3 * 1100
 
 
 def test_too_little_memory_on_one_rank_raises_in_step(
