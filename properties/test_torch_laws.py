@@ -617,10 +617,7 @@ def take_joined(optimizer: Any, parameters: list[Any], rank: int, step: int, sha
 def test_inside_join_ranks_take_the_steps_of_the_others(
     shares, kind, op, shard, after, first
 ) -> None:
-    """Each counts by its weight, and who has no data, or has failed before it told the others, none.
-
-    All add parameters before the block, or none does.
-    """
+    """Each counts by its weight, and who has no data, or has failed before it told the others, none."""
 
     def train(comm: ac.Communicator) -> list[Any]:
         parameters = made(3)

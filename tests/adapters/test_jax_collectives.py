@@ -161,15 +161,11 @@ def test_error_that_a_token_takes_is_raised_once_the_program_has_ended() -> None
     token.clear()
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        *(OSError(2, "there is none", "a file"), MemoryError("no room"), KeyError("a")),
-        *(UnicodeDecodeError("utf8", b"\xff", 0, 1, "why"), ImportError("no", name="a module")),
-        *(ExceptionGroup("several", [KeyError(1)]), ac.CommTimeoutError("late"), StopIteration(4)),
-    ],
-    ids=lambda error: type(error).__name__,
-)
+PLACED = OSError(2, "there is none", "a file"), UnicodeDecodeError("utf8", b"\xff", 0, 1, "why")
+OTHERS = MemoryError("no room"), ImportError("no", name="a"), ExceptionGroup("all", [KeyError(1)])
+
+
+@pytest.mark.parametrize("error", [*PLACED, *OTHERS, ac.CommTimeoutError("late")], ids=type)
 def test_error_of_a_program_says_and_has_what_that_of_a_call_does(error: Exception) -> None:
     found = errors.as_jax_error(error)
     assert isinstance(found, type(error))

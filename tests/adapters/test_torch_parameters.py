@@ -132,8 +132,6 @@ def test_training_is_that_of_one_process(change: str, options: str) -> None:
 
 @pytest.mark.parametrize("options", [{"accumulate": 2}, {"virtual_ranks": 4}], ids=str)
 def test_sums_under_way_follow_their_parameters(options: dict[str, int]) -> None:
-    """The first of three is dropped between two steps that are applied as one."""
-
     def train(comm: ac.Communicator, *, drops: bool) -> Any:
         weights = [Parameter(torch.zeros(2)) for _ in range(3)]
         optimizer = torch.optim.SGD(weights, lr=1.0)

@@ -39,10 +39,7 @@ def test_chunks_that_overlap_are_about_equally_long(nbytes, size) -> None:
     itemsize=st.sampled_from((1, 2, 4, 8, 16)),
 )
 def test_scratch_memory_is_taken_beforehand(size, count, itemsize) -> None:
-    """Of the rank whose slices are the longest, and whose `take` would fail after the header otherwise.
-
-    What folds is loaded by then.
-    """
+    """Of the rank whose slices are the longest, and whose `take` would fail after the header otherwise."""
     taken, loaded = list[int](), list[str]()
 
     class TakenError(Exception):

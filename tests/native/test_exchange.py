@@ -272,12 +272,10 @@ def test_steps_on_a_device_have_to_be_as_they_are_recorded() -> None:
     nothing = ctypes.CFUNCTYPE(ctypes.c_int)(lambda: 0)
     arguments, group, gather = np.zeros(24, np.uint8), (0, 0, 0, 1, 0, 0), (1, 0, 0, 4, 0, 0)
     kernel, copy, far = (7, 8, 8, 1, 32, 0), (6, 0, 0, 8, 0, 0), 1 << 52
-    usual: dict[str, Any] = {
-        "functions": (ctypes.cast(nothing, ctypes.c_void_p).value,) * 15,
-        **dict.fromkeys(("stream", "before", "comm", "word"), 0),
-        **{"steps": [group, gather, kernel, copy], "places": [(8, 0)], "arguments": arguments[:16]},
-        **{"memories": 1, "number_at": 12},
-    }
+    function = ctypes.cast(nothing, ctypes.c_void_p).value
+    usual: dict[str, Any] = dict.fromkeys(("stream", "before", "comm", "word"), 0)
+    usual |= {"functions": (function,) * 15, "arguments": arguments[:16], "places": [(8, 0)]}
+    usual |= {"steps": [group, gather, kernel, copy], "memories": 1, "number_at": 12}
     for right in ({}, {"memories": 1 << 11}, {"number_at": -1}, {"steps": []}, {"places": []}):
         compiled.DeviceCall(**{**usual, **right})
     for wrong in (

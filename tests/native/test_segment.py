@@ -250,17 +250,12 @@ def test_copies_past_the_caches_are_copies_and_have_to_fit() -> None:
 
 def test_chunks_have_to_be_those_of_the_segment() -> None:
     """Each number at its limit is taken, and beyond it refused."""
-    x, short, sum_ = np.arange(8.0), np.zeros(8, np.uint8), in_c.number_of("sum", np.dtype(float))
-    memory = {"slots": np.zeros(512, np.uint8), "segment": np.zeros(192, np.uint8)}
-    memory |= {"out": np.zeros_like(x), "streams": bytes(1), "seconds": np.zeros((1, 2))}
-    sizes = {"slot": 256, "rank": 0, "size": 1, "chunk": 64, "large": False}
-    rows = {"rows": 2, "folded": 1, "first": 0, "turn": 0, "step": 0, "nanoseconds": 1 << 30}
-    fitting = {**memory, **sizes, **rows}
-    wrong = [("slots", short), ("segment", short), ("out", short), ("streams", b""), ("seconds", x[:0])]
-    wrong += [("slot", 120), ("slot", 252), ("rank", -1), ("rank", 1), ("size", 0), ("chunk", 0)]
-    wrong += [("chunk", 32), ("rows", 0), ("folded", 0), ("first", -1), ("turn", -1), ("step", -1)]
-    for name, value in wrong:
+    x, none, number = np.arange(8.0), np.zeros(8, np.uint8), in_c.number_of("sum", np.dtype(float))
+    memory = np.zeros(512, np.uint8), np.zeros(192, np.uint8), np.zeros_like(x)
+    right = *memory, bytes(1), np.zeros((1, 2)), 256, 0, 1, 64, False, 2, 1, 0, 0, 0, 1 << 30
+    wrong = {0: none, 1: none, 2: none, 3: b"", 4: none, 5: 120, 6: 1, 7: 0, 8: 32, 10: 0, 11: 0}
+    for place, value in (*wrong.items(), (5, 252), (6, -1), (8, 0), (12, -1), (13, -1), (14, -1)):
         with pytest.raises(ValueError, match="the chunks are not as the segment has them"):
-            compiled.reduce_chunks(tuple({**fitting, name: value}.values()), x, sum_)
-    assert compiled.reduce_chunks(tuple(fitting.values()), x, sum_) == (3, 2)
-    assert (memory["out"] == x).all()
+            compiled.reduce_chunks((*right[:place], value, *right[place + 1 :]), x, number)
+    assert compiled.reduce_chunks(right, x, number) == (3, 2)
+    assert (memory[2] == x).all()
