@@ -95,8 +95,8 @@ ARGUMENTS: Final = (
     Fault(
         "any tag looked for: `probe` names a message with another tag",
         "arraycomm/_messages/matching.py",
-        "            return self._transport.probe(source, tags)",
-        "            return self._transport.probe(source, range(1 << 20))",
+        "found := self._transport.probe(source, tags)",
+        "found := self._transport.probe(source, range(1 << 20))",
         _OBJECTS,
     ),
     Fault(
