@@ -56,7 +56,7 @@ def unwrap(failed: Callable[[], None]) -> None:
 
 def as_jax_error(error: BaseException) -> BaseException:
     """Return an error of the same class, message and attributes that is one of JAX's too."""
-    kind: Any = _class_like(type(error))
+    kind: Any = _class_like(type(error))  # type: ignore[arg-type]
     base = kind
     # Only the class of Python's own that has its memory laid out makes an instance.
     while base.__module__ != "builtins":
