@@ -423,7 +423,7 @@ def test_ranks_that_bring_different_things_are_told_so(comm: Communicator) -> No
     priors = np.full(10, 0.1) if last else None
     letters = Y.astype("U1") if last else Y
     for said, estimator, x, y in (
-        ("estimators: rank.*GaussianNB.*Multi", MultinomialNB() if last else GaussianNB(), X, Y),
+        (r"estimators: .*GaussianNB; rank \d: M", MultinomialNB() if last else GaussianNB(), X, Y),
         ("hyperparameters: .*alpha=0.5", SGDClassifier(alpha=0.5 if last else 0.1), X, Y),
         ("hyperparameters: .*priors=array of", GaussianNB(priors=priors), X, Y),
         ("numbers of features: .*: 63", StandardScaler(), X[:, last:], Y),

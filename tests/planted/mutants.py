@@ -29,7 +29,15 @@ from tests.planted.runs import catch
 _ADAPTERS: Final = " ".join(
     f"tests/adapters/test_{name}.py" for name in ("shard", "copies", "accumulation", "arithmetic")
 )
-_OF_TORCH: Final = ("adapter", "training", "batchnorm", "data", "collectives", "parameters")
+_OF_TORCH: Final = (
+    "adapter",
+    "training",
+    "batchnorm",
+    "data",
+    "collectives",
+    "modules",
+    "parameters",
+)
 _TORCH: Final = [f"tests/adapters/test_torch_{name}.py" for name in (*_OF_TORCH, "optimizers")]
 TESTS: Final = {
     "_arrays": "tests/arrays tests/adapters/test_jax_collectives.py",
@@ -47,7 +55,7 @@ TESTS: Final = {
     "_reduce": "tests/collectives tests/native",
     "_start": "tests/session tests/transports/test_processes.py",
     "_trace": "tests/trace tests/cli/test_trace.py tests/collectives/test_trace.py",
-    "_training": f"tests/training {_ADAPTERS}",
+    "_training": f"tests/training {_ADAPTERS} tests/adapters/test_torch_modules.py",
     "_transports": "tests/transports tests/collectives",
     "_transports/mpi": "tests/transports; mpi tests/transports tests/protocol tests/collectives/test_explain.py",
     "_trees": "tests/trees tests/collectives/test_refusals.py",
@@ -94,6 +102,8 @@ EQUIVALENT: Final[dict[str, str]] = {
     "least = st.sampled_from((1, (1 + 1), -2))": "any keys are right",
     "sent.fill((0 + 1))": "nobody reads what lies between leaves",
     "if (found != NULL) PyErr_Clear();": "arrays of NumPy have a dtype",
+    "late = time.monotonic() >= self._deadline": "one moment",
+    "while (self->next <= self->count) {": "an empty group more",
 }
 
 
