@@ -29,16 +29,10 @@ from tests.planted.runs import catch
 _ADAPTERS: Final = " ".join(
     f"tests/adapters/test_{name}.py" for name in ("shard", "copies", "accumulation", "arithmetic")
 )
-_OF_TORCH: Final = (
-    "adapter",
-    "training",
-    "batchnorm",
-    "data",
-    "collectives",
-    "modules",
-    "parameters",
-)
-_TORCH: Final = [f"tests/adapters/test_torch_{name}.py" for name in (*_OF_TORCH, "optimizers")]
+_OF_TORCH: Final = ("adapter", "training", "batchnorm", "data", "collectives", "parameters")
+_TORCH: Final = [
+    f"tests/adapters/test_torch_{name}.py" for name in (*_OF_TORCH, "modules", "optimizers")
+]
 TESTS: Final = {
     "_arrays": "tests/arrays tests/adapters/test_jax_collectives.py",
     "_calls": "tests/collectives tests/cuda/test_devices.py",
