@@ -255,6 +255,8 @@ def spec_of(leaf: LeafSpec) -> Spec:
 
 def tied(leaves: Sequence[Any], results: list[Any]) -> list[Any]:
     """Return the results, one object for leaves that are one, if they are the same bits."""
+    if len(set(map(id, leaves))) == len(leaves):
+        return results
     first: dict[int, int] = {}
     for number, leaf in enumerate(leaves):
         if leaf is None or isinstance(leaf, NUMBERS):
