@@ -15,9 +15,8 @@ from contextlib import contextmanager, suppress
 import pytest
 
 from arraycomm import BackendUnavailableError, CommTimeoutError, TransportError
-from arraycomm._start import coordinator, joining
-from arraycomm._start.coordinator import listen
-from arraycomm._start.joining import Meeting, join, seconds_to_start
+from arraycomm._start import joining
+from arraycomm._start.joining import Meeting, join, listen, seconds_to_start
 from arraycomm._start.numbering import Numbering, Place
 from tests.support.launcher import LAUNCHED
 
@@ -30,7 +29,7 @@ SOON = 20.0
 
 @pytest.fixture(autouse=True)
 def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coordinator, "GRACE", 0.3)
+    monkeypatch.setattr(joining, "GRACE", 0.3)
 
 
 def free_place() -> Place:
@@ -183,7 +182,7 @@ def test_secret_is_the_same_for_all() -> None:
 GARBAGE = (
     b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
     b"\xff\x00" * 50,
-    b"x" * (2 * coordinator.LONGEST),
+    b"x" * (2 * joining.LONGEST),
     b"[" * 20_000 + b"\n",
     b'{"rank": 1}\n',
     json.dumps({"rank": 1, "size": 2, "pid": 1, "proof": "\ud800", "nonce": "", "host": "", "name": ""}).encode() + b"\n",
@@ -201,7 +200,7 @@ def test_strangers_do_not_disturb() -> None:
             with _connection(place) as stranger:
                 try:
                     stranger.sendall(garbage)
-                    if len(garbage) < coordinator.LONGEST:
+                    if len(garbage) < joining.LONGEST:
                         stranger.shutdown(socket.SHUT_WR)
                     while stranger.recv(4096):
                         pass
@@ -249,7 +248,7 @@ def answering(reply: bytes) -> Iterator[Place]:
     [
         (b"220 mail.example ESMTP\r\n", "what answers at 127.0.0.1:.* is no arraycomm"),
         (b'{"arraycomm": 9}\n', "is no arraycomm"),
-        (b"z" * (coordinator.LONGEST + 1), "is no arraycomm"),
+        (b"z" * (joining.LONGEST + 1), "is no arraycomm"),
         (b"", "process 0, the coordinator, was not at .* for 0.5 s .it closes connections.; start"),
     ],
 )
