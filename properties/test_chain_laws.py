@@ -21,8 +21,8 @@ from arraycomm._folds import fold, total_dtype
 from arraycomm._reduce import chain
 from arraycomm._reduce.chain import ChainSegment, chunk_bytes, chunk_tasks, largest_chunk
 from arraycomm._reduce.segment import ChunkTask
+from arraycomm._transports.base import NodeChain, is_chain
 from arraycomm._transports.control import SharedControl
-from arraycomm._transports.node_chain import NodeChain, is_chain
 from arraycomm._transports.threads import ThreadsTransport
 from arraycomm._trees import held
 from arraycomm.testing import given as given_on_ranks

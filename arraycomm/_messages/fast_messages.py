@@ -23,8 +23,7 @@ from arraycomm._protocol.agreement import UndeliveredError
 from arraycomm._protocol.group import Group
 from arraycomm._protocol.waits.deadlock import MANY, Wait
 from arraycomm._protocol.waits.waiting import give_up_core
-from arraycomm._transports.base import Bytes, Steps
-from arraycomm._transports.repeated import Repeated
+from arraycomm._transports.base import Bytes, Repeated, Steps
 
 # How often a message is looked for in vain, for each poll of a wait that keeps its core, before the
 # engine waits for it.

@@ -35,8 +35,7 @@ from arraycomm._reduce.segment import (
     own_part,
     share,
 )
-from arraycomm._transports.base import Bytes, Flat, Handle, Link, Steps, Transport
-from arraycomm._transports.node_chain import NodeChain
+from arraycomm._transports.base import Bytes, Flat, Handle, Link, NodeChain, Steps, Transport
 
 # The bytes of a chunk at most, if the segment of a node has at most this many then; and at least.
 _CHUNK: Final = 1 << 20

@@ -6,25 +6,23 @@ after the one before has finished, unless the link lets movements overlap. Buffe
 one-dimensional, contiguous arrays of bytes; no single movement exceeds `MAX_BYTES`.
 
 A `Link` has the movements and the folding of what they move, without a control channel; a
-`DeviceLink` has them over device memory. A `Transport` is a link over host memory, and the group.
+`DeviceLink` has them over device memory. A `Transport` is a link over host memory, and the group. A
+`NodeChain` hands what one node's ranks send on to the next node, in the order of ranks.
 """
 
 from __future__ import annotations
 
 import abc
-from collections.abc import Generator, Sequence
-from typing import Any, Final, NamedTuple, Self, TypeAlias
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, Final, NamedTuple, Protocol, Self, TypeAlias
 
 import numpy as np
 
 from arraycomm._arrays.buffer import allocate
 from arraycomm._dtypes import DType
-from arraycomm._folds import fold, prefixes
+from arraycomm._folds import fold, fold_on, prefixes
 from arraycomm._transports import shared_files
-from arraycomm._transports.control import ControlChannel
-from arraycomm._transports.node_chain import NodeChain
-from arraycomm._transports.repeated import Handle as Handle  # noqa: PLC0414 - others import it here
-from arraycomm._transports.repeated import PlainRepeated, Repeated
+from arraycomm._transports.control import ControlChannel, SharedControl
 
 Bytes = np.ndarray[Any, Any]
 Steps: TypeAlias = Generator["Handle", None, Any]
@@ -33,6 +31,40 @@ Steps: TypeAlias = Generator["Handle", None, Any]
 MAX_BYTES: Final = 2**31 - 4096
 # Up to this many ranks of several nodes send each other messages of their own.
 DIRECT_RANKS: Final = 128
+
+
+class Handle(Protocol):
+    """A movement under way, or a step of the control channel."""
+
+    def done(self) -> bool:
+        """Make progress with all movements; return whether this one is finished. Never waits."""
+
+
+class Repeated(Handle, Protocol):
+    """Memory that is sent to one rank, or into which a message of one rank comes."""
+
+    def begin(self) -> bool:
+        """Begin the message once more, after the one before; return whether it is finished."""
+
+    def free(self, *, finished: bool) -> None:
+        """Give back what the transport keeps for it; before the group ends."""
+
+
+class PlainRepeated:
+    """A repeated message of any transport, which `start` begins anew."""
+
+    def __init__(self, start: Callable[[], Handle]) -> None:
+        self._start = start
+
+    def begin(self) -> bool:
+        self._handle = self._start()
+        return self._handle.done()
+
+    def done(self) -> bool:
+        return self._handle.done()
+
+    def free(self, *, finished: bool) -> None:
+        pass
 
 
 # One-dimensional, contiguous memory of a link: a NumPy array, or a `DeviceBuffer`.
@@ -132,6 +164,52 @@ class Link(abc.ABC):
     def allreduce(self, source: Flat, target: Flat, op: str) -> Handle:
         """Reduce by the link's own means, in an order of its own."""
         raise NotImplementedError
+
+
+def is_chain(members: Sequence[Sequence[int]]) -> bool:
+    """Return whether there are several nodes, of several ranks each, with ranks in order."""
+    in_order = [rank for ranks in members for rank in ranks]
+    several = len(members) > 1 and min(map(len, members)) > 1
+    return several and in_order == sorted(in_order)
+
+
+class NodeChain(abc.ABC):
+    """One rank's place in the chain of nodes with these `members`, for which `is_chain` holds.
+
+    The steps of `control` are those of the ranks of this node alone.
+    """
+
+    def __init__(self, rank: int, members: Sequence[Sequence[int]], control: SharedControl) -> None:
+        self.control, self._members, place = control, members, control.rank
+        # The number of this rank's node, and how many nodes there are.
+        self.node = next(node for node, ranks in enumerate(members) if rank in ranks)
+        self.nodes = len(members)
+        # The ranks of the smallest node, and of the largest.
+        self.lanes, self.most = min(map(len, members)), max(map(len, members))
+        self.first = members[self.node][0]
+        # Whether this rank exchanges messages: the smallest node has a counterpart of it.
+        self.carries = place < self.lanes
+        # With whom on the neighbouring nodes it exchanges totals and results; -1 if there is none.
+        self.before, self.after = self._peer(self.node - 1), self._peer(self.node + 1)
+
+    def _peer(self, node: int) -> int:
+        """Return the rank of a node that exchanges messages with this one; -1 if there is none."""
+        there = self.carries and 0 <= node < self.nodes
+        return self._members[node][self.control.rank] if there else -1
+
+    @abc.abstractmethod
+    def send(self, buffer: Bytes, peer: int) -> Handle:
+        """Send bytes to a neighbour; several messages to one arrive in their order."""
+
+    @abc.abstractmethod
+    def recv(self, buffer: Bytes, peer: int) -> Handle:
+        """Receive what a neighbour sends."""
+
+    def fold_on(
+        self, op: str, dtype: DType, total: Bytes | None, rows: Sequence[Bytes], out: Bytes
+    ) -> None:
+        """Fold this node's rows onto the total before it; on the last, `out` gets the result."""
+        fold_on(op, dtype, total, self.first, rows, out, more=self.node + 1 < self.nodes)
 
 
 class Transport(Link):
@@ -240,3 +318,39 @@ class Transport(Link):
     def abort(self, code: int) -> None:
         """End the whole job at once, as far as this transport reaches."""
         raise SystemExit(code)
+
+
+# What goes to each rank, or comes from each: those without a part are not named.
+Parts = dict[int, Bytes]
+
+
+class PartsTransport(Transport):
+    """A transport all of whose movements send one part to each of some ranks."""
+
+    @abc.abstractmethod
+    def move(self, parts: Parts, into: Parts) -> Handle:
+        """Send a part to each rank that there is one for, and receive one from each.
+
+        A part of this rank for itself may be the memory that it goes to.
+        """
+
+    def alltoall(self, send: Blocks, recv: Blocks) -> Handle:
+        return self.move(_parts(send), _parts(recv))
+
+    def allgather(self, recv: Blocks) -> Handle:
+        into = _parts(recv)
+        return self.move(dict.fromkeys(into, into[self.rank]), into)
+
+    def gather(self, send: Bytes, recv: Blocks | None, root: int) -> Handle:
+        return self.move({root: send}, _parts(recv))
+
+    def scatter(self, send: Blocks | None, recv: Bytes, root: int) -> Handle:
+        return self.move(_parts(send), {root: recv})
+
+    def bcast(self, buffer: Bytes, root: int) -> Handle:
+        parts = dict.fromkeys(range(self.size), buffer) if self.rank == root else {}
+        return self.move(parts, {root: buffer})
+
+
+def _parts(blocks: Blocks | None) -> Parts:
+    return {} if blocks is None else {r: blocks.block(r) for r in range(len(blocks.counts))}

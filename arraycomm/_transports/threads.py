@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 
 from arraycomm._arrays.buffer import allocate
-from arraycomm._transports.base import Bytes, Handle, Transport
+from arraycomm._transports.base import Bytes, Handle, Parts, PartsTransport, Transport
 from arraycomm._transports.control import SharedControl
 from arraycomm._transports.mailbox import Mailbox, copy
-from arraycomm._transports.parts import Parts, PartsTransport
 
 
 class Group:

@@ -320,7 +320,7 @@ ALGORITHMS: Final = (
     ),
     Fault(
         "node of one rank: nodes are a chain though one of them has a single rank",
-        "arraycomm/_transports/node_chain.py",
+        "arraycomm/_transports/base.py",
         "min(map(len, members)) > 1",
         "max(map(len, members)) > 1",
         ("nodes_do_not_matter",),

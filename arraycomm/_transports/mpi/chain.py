@@ -7,12 +7,11 @@ from typing import Final
 
 from mpi4py import MPI
 
-from arraycomm._transports.base import Bytes, Handle
+from arraycomm._transports.base import Bytes, Handle, NodeChain, is_chain
 from arraycomm._transports.control import SharedControl
 from arraycomm._transports.mpi.pieces import Messages, Pieces
 from arraycomm._transports.mpi.routes import Places
 from arraycomm._transports.mpi.under_way import on_all, shared_memory, start
-from arraycomm._transports.node_chain import NodeChain, is_chain
 
 # See `direct.py` and `routes.py` for the tags of other movements.
 _TAG: Final = 1 << 11

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 from mpi4py import MPI
 
 from arraycomm._errors import TransportError
-from arraycomm._transports.base import DIRECT_RANKS, Blocks, Bytes, Handle, Transport
+from arraycomm._transports.base import DIRECT_RANKS, Blocks, Bytes, Handle, Repeated, Transport
 from arraycomm._transports.control import ControlChannel, SharedControl
 from arraycomm._transports.lives import DELAY, Lives, find_lives
 from arraycomm._transports.mailbox import Mailbox
@@ -30,7 +30,6 @@ from arraycomm._transports.mpi.under_way import (
     tell_and_agree,
     translated,
 )
-from arraycomm._transports.repeated import Repeated
 
 if TYPE_CHECKING:
     from arraycomm._transports.mpi.direct import DirectMessages

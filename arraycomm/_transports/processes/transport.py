@@ -15,10 +15,9 @@ from typing import Final
 import numpy as np
 
 from arraycomm._errors import TransportError
-from arraycomm._transports.base import Blocks, Bytes, Handle, Transport
+from arraycomm._transports.base import Blocks, Bytes, Handle, Parts, PartsTransport, Transport
 from arraycomm._transports.control import SharedControl
 from arraycomm._transports.lives import DELAY, Lives, find_lives
-from arraycomm._transports.parts import Parts, PartsTransport
 from arraycomm._transports.processes.ring_messages import Messages
 from arraycomm._transports.processes.rings import Ring, Transfer
 from arraycomm._transports.shared_files import LONGEST, share_file
