@@ -9,13 +9,11 @@ from functools import partial
 from typing import Final
 
 from arraycomm._errors import TransportError
+from arraycomm._protocol.agreement import leave_in_step, states_in_step
 from arraycomm._protocol.group import Group
-from arraycomm._protocol.header import Headers, Status
-from arraycomm._protocol.leaving import leave_in_step
 from arraycomm._protocol.mismatch import name_ranks
 from arraycomm._protocol.waits import clock
 from arraycomm._protocol.waits.still_waiting import StillWaiting, say
-from arraycomm._transports.control import ControlChannel
 from arraycomm._transports.notes import ENDED, FAILED, GAVE_UP, GONE
 
 # Seconds for which a rank that knows of a failure waits for those that do not, and for those that
@@ -121,7 +119,8 @@ class _Ends:
         states = {rank: said.state for rank, said in control.notes.exit_notices().items()}
         # Also of a group that takes no last step: ranks pass on there what others wait for.
         complete = not control.shared and control.done()
-        in_step = _states_in_step(control) if complete and control.ended else {}
+        in_step = states_in_step(control) if complete and control.ended else {}
+        in_step.pop(control.rank, None)
         out_of_step = not self._stepping or bool(states) or complete
         if not self._insists and out_of_step and len(in_step) < len(control.peers):
             # Some rank does not come to that step: what this one has announced is said by messages
@@ -129,12 +128,3 @@ class _Ends:
             self._insists = True
             control.notes.announce_exit(self._own, control.completed, "")
         return states | in_step
-
-
-def _states_in_step(control: ControlChannel) -> dict[int, int]:
-    headers = Headers(control)
-    return {
-        rank: GONE if headers.payload_bytes(rank) else ENDED
-        for rank, status in enumerate(headers.statuses())
-        if status is Status.LEAVING and rank in control.peers
-    }

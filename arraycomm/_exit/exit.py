@@ -23,9 +23,9 @@ from arraycomm._errors import CommunicatorClosedError, MismatchError, PeerError
 from arraycomm._exit import process_watch
 from arraycomm._exit.ending import wait_for_ends
 from arraycomm._native import compiled
+from arraycomm._protocol.agreement import leave_in_step
 from arraycomm._protocol.engine import Engine
 from arraycomm._protocol.group import Group
-from arraycomm._protocol.leaving import leave_in_step
 from arraycomm._protocol.waits import clock
 from arraycomm._protocol.waits.waiting import looks
 from arraycomm._transports.notes import ENDED, FINALIZED, GONE

@@ -5,14 +5,16 @@ from __future__ import annotations
 import enum
 from collections.abc import Generator, Sequence
 
+import numpy as np
+
 from arraycomm._callsite import CallSite, call_site
-from arraycomm._errors import name_operation, text_of
+from arraycomm._errors import PeerError, name_operation, text_of
 from arraycomm._protocol.details import CallDetail, Detail, Failure, exchange_details
 from arraycomm._protocol.header import Headers, Signature, Status, call_digest, encode, show
-from arraycomm._protocol.leaving import leaving_error
-from arraycomm._protocol.mismatch import mismatch, peer_error
+from arraycomm._protocol.mismatch import how_left, mismatch, peer_error
 from arraycomm._transports.base import Handle
 from arraycomm._transports.control import ControlChannel
+from arraycomm._transports.notes import ENDED, GONE
 
 # The call of a rank that takes part in whatever the others call: see `join`.
 JOINING = Signature("join")
@@ -90,7 +92,7 @@ def agree(
         return agreement
     if verdict is _Verdict.LEAVING:
         control.ended = True
-        raise leaving_error(control, agreement)
+        raise _leaving_error(control, agreement)
     words = agreement.raw_words(control.rank)
     local = CallDetail.of(signature, str(site or call_site()), words, negotiable=negotiable)
     details = yield from exchange_details(control, local, CallDetail, Failure)
@@ -155,3 +157,33 @@ def _note_left_together(control: ControlChannel, details: Sequence[Detail]) -> N
     depths = [d.together for d in details if isinstance(d, Failure) and d.together]
     if depths:
         control.left_together = (control.step, min(depths))
+
+
+# The last step of a group: the ranks tell in it that they leave, and why
+
+
+def leave_in_step(control: ControlChannel, text: str) -> Generator[Handle, None, None]:
+    """Take part in one last step, which tells the others that this rank leaves, and why."""
+    data = np.frombuffer(text.encode(errors="replace")[-control.payload :], np.uint8)
+    control.ended = True
+    show(control, encode(Signature(""), len(data), status=Status.LEAVING), data)
+    yield control
+
+
+def states_in_step(control: ControlChannel) -> dict[int, int]:
+    """Return how each rank leaves that does in this step: see `leave_in_step`."""
+    headers = Headers(control)
+    return {
+        rank: GONE if headers.payload_bytes(rank) else ENDED
+        for rank, status in enumerate(headers.statuses())
+        if status is Status.LEAVING
+    }
+
+
+def _leaving_error(control: ControlChannel, headers: Headers) -> PeerError:
+    """Return the error of a rank in whose step another one leaves."""
+    rank = headers.statuses().index(Status.LEAVING)
+    length = min(max(headers.payload_bytes(rank), 0), control.payload)
+    text = headers.payload(rank, length).tobytes().decode(errors="replace")
+    how = f"failed: {text}; it" if text else f"{how_left(ENDED)} and"
+    return PeerError(f"rank {rank} {how} takes part no more", rank=rank, traceback=text)

@@ -17,12 +17,12 @@ from arraycomm._cuda.device import DeviceRequest
 from arraycomm._cuda.devices import Devices
 from arraycomm._errors import CommunicatorClosedError
 from arraycomm._exit.exit import remove_root
+from arraycomm._protocol.agreement import leave_in_step, states_in_step
 from arraycomm._protocol.group import Group, Options
-from arraycomm._protocol.leaving import all_left, all_left_well, leave_in_step
 from arraycomm._protocol.task import Task
 from arraycomm._protocol.waits.waiting import give_up_core
 from arraycomm._transports.base import Steps, Transport
-from arraycomm._transports.notes import FAILED, FINISHED
+from arraycomm._transports.notes import ENDED, FAILED, FINISHED
 
 # Seconds after which a rank that waits for the others' last step tells them that it has left: those
 # that wait for its messages do not see its step. And those in which messages still arrive.
@@ -296,7 +296,8 @@ class _Left(NamedTuple):
 
 def _last_step(group: Group, text: str) -> Steps:
     yield from leave_in_step(group.control, text)
-    return _Left(all_left(group.control), all_left_well(group.control))
+    left = list(states_in_step(group.control).values())
+    return _Left(len(left) == group.size, left == [ENDED] * group.size)
 
 
 def free_transports(comm: Communicator, *, keep_own: bool) -> None:
