@@ -12,14 +12,13 @@ from scipy import sparse
 from sklearn.base import BaseEstimator, is_classifier
 
 import arraycomm as ac
+from arraycomm._protocol.mismatch import by_ranks
+from arraycomm._training.comparison.digests import block_sums
 
 # Parameters that say nothing about what is learnt.
 _LOCAL: Final = frozenset(("n_jobs", "verbose"))
 # What is learnt, but of this rank's samples.
 _OWN: Final = "labels_"
-# Arrays of this many bytes are digested by sums, in rows of this many bytes.
-_LARGE: Final = 1 << 16
-_ROW: Final = 1 << 13
 _GENERATORS: Final = (np.random.RandomState, np.random.Generator)
 
 
@@ -159,16 +158,9 @@ def _kind(labels: Any) -> str:
 
 
 def _same(name: str, what: str, texts: Sequence[str], remedy: str) -> None:
-    if len(set(texts)) == 1:
-        return
-    ranks: dict[str, list[int]] = {}
-    for rank, text in enumerate(texts):
-        ranks.setdefault(text, []).append(rank)
-    said = "; ".join(
-        f"{'rank' if len(r) == 1 else 'ranks'} {', '.join(map(str, r))}: {text}"
-        for text, r in ranks.items()
-    )
-    raise ac.MismatchError(f"{name}: the ranks have different {what}: {said}; {remedy}")
+    if len(set(texts)) > 1:
+        said = by_ranks(texts)
+        raise ac.MismatchError(f"{name}: the ranks have different {what}: {said}; {remedy}")
 
 
 def _text(value: Any) -> str:
@@ -196,18 +188,6 @@ def digest(value: Any) -> str:
     return found.hexdigest()
 
 
-def _content(memory: Any) -> Iterable[bytes]:
-    """Yield an array's bytes; of a large one its sums by rows and columns, which is quicker."""
-    many = len(memory) // _ROW * _ROW
-    if len(memory) < _LARGE:
-        many = 0
-    if many:
-        rows = memory[:many].view(np.uint64).reshape(-1, _ROW // 8)
-        yield rows.sum(0).tobytes()
-        yield rows.sum(1).tobytes()
-    yield memory[many:].tobytes()
-
-
 def _parts(value: Any) -> Iterable[bytes]:
     if isinstance(value, _GENERATORS) or (callable(value) and hasattr(value, "__qualname__")):
         return
@@ -215,7 +195,7 @@ def _parts(value: Any) -> Iterable[bytes]:
         value = value.item()
     if isinstance(value, np.ndarray) and not value.dtype.hasobject:
         yield f"{value.dtype.str}{value.shape}".encode()
-        yield from _content(np.ascontiguousarray(value).reshape(-1).view(np.uint8))
+        yield block_sums(np.ascontiguousarray(value).reshape(-1).view(np.uint8)).tobytes()
     elif sparse.issparse(value):
         yield from _parts([value.format, value.shape, value.tocoo().data])
     elif isinstance(value, Mapping):
