@@ -26,7 +26,7 @@ class Callback(DelaysErrors):
         self,
         token: ProgramToken,
         comm: ac.Communicator | None,
-        make: Callable[[Sequence[Any], Sequence[Any]], object],
+        make: Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]],
         count: int,
     ) -> None:
         self._token, self._comm, self._make, self._count = token, comm, make, count
@@ -42,7 +42,9 @@ class Callback(DelaysErrors):
         arrays = [np.asarray(buffer) for buffer in buffers[1:split]]
         outs = [np.asarray(buffer) for buffer in buffers[split:-1]]
         try:
-            self._make(arrays, outs)
+            for out, result in zip(outs, self._make(arrays, outs), strict=True):
+                if result is not out:
+                    out[...] = result
         except BaseException as error:
             if not (self.delays_errors and self._token.take(as_jax_error(error))):
                 raise kept(error) from error

@@ -211,10 +211,7 @@ class Sendrecv(Collective):
     def run(self, calls: ProgramCalls, x: Any, out: Any) -> Any:
         array, status = np.asarray(x), ac.Status()
         if self.is_identity(calls.comm):
-            if out is None:
-                return jnp.array(x)
-            out[...] = array
-            return out
+            return jnp.array(x) if out is None else array
         try:
             received = calls.sendrecv(array, self.dest, self.source, self.tag, out, status)
         except (TypeError, ValueError):

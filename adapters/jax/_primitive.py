@@ -62,7 +62,7 @@ class Call(abc.ABC):
     ) -> Sequence[Any]:
         """Make the call at a place of a program, 0 for none; return the results.
 
-        A result goes to its `out` unless that is None.
+        One that is an array of `outs` is where a program wants it; others are copied there.
         """
 
     def is_identity(self, comm: ac.Communicator) -> bool:

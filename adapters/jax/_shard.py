@@ -228,11 +228,7 @@ class _Exchange(Call):
     def make(
         self, over: object, place: int, arrays: Sequence[Any], outs: Sequence[Any]
     ) -> list[Any]:
-        changed = self.exchanged(arrays)
-        for out, update in zip(outs, changed, strict=True):
-            if out is not None:
-                out[...] = update
-        return changed
+        return self.exchanged(arrays)
 
     def exchanged(self, updates: Sequence[Any]) -> list[Any]:
         """Exchange updates that are not traced."""

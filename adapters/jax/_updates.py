@@ -7,7 +7,7 @@ counts too, so that a rank that skips it alone shows another number in the next 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -124,20 +124,47 @@ class Watched(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Reduce(Call):
-    """The reduction of an update's gradients, of which some may be None."""
+class UpdateCall(Call):
+    """The call of one update in a program: of its gradients some may be None.
+
+    The arrays are the gradients that are present, what else the call needs, and what is watched.
+    """
 
     calls: GradientCalls
     updates: Numbering
     present: tuple[bool, ...]
     watched: Watched
     name = "DistributedOptimizer"
-    # All gradients are read before the first result is written.
-    in_place = True
 
     @property
     def beside(self) -> int:  # type: ignore[override]
         return len(self.watched.names)
+
+    def run(
+        self, leaves: Sequence[Any], beside: Sequence[Any], further: Sequence[Any] = ()
+    ) -> list[Any]:
+        """Make the call in the program that is traced; `beside` are the arrays watched."""
+        mark_outside_branches(self.updates, self.calls.comm)
+        arrays = [jnp.asarray(leaf) for leaf in leaves if leaf is not None]
+        watched = (jax.lax.stop_gradient(array) for array in beside)
+        return bind(self, [*arrays, *further, *watched], self.calls.comm)
+
+    def spread(self, arrays: Iterable[Any]) -> list[Any]:
+        """Return arrays of the gradients that are present, with None in the place of others."""
+        given = iter(arrays)
+        return [next(given) if there else None for there in self.present]
+
+    def look(self, arrays: Sequence[Any]) -> Callable[..., Any]:
+        """Return what returns this rank's part in the comparison."""
+        return self.watched.looking(arrays[len(arrays) - len(self.watched.names) :])
+
+
+@dataclass(frozen=True)
+class _Reduce(UpdateCall):
+    """The reduction of an update's gradients."""
+
+    # All gradients are read before the first result is written.
+    in_place = True
 
     def alone(self) -> Call:
         return replace(self, watched=Watched())
@@ -149,16 +176,10 @@ class _Reduce(Call):
     def make(
         self, over: object, place: int, arrays: Sequence[Any], outs: Sequence[Any]
     ) -> list[Any]:
-        given, count = iter(arrays), sum(self.present)
-        leaves = [next(given) if there else None for there in self.present]
-        look = self.watched.looking(arrays[count:])
+        leaves, look = self.spread(arrays), self.look(arrays)
         # The program has no buffer for a gradient that only other ranks have.
         reduced = self.calls.reduce(leaves, self.updates, place, missing="error", look=look)
-        made = [leaf for leaf in reduced if leaf is not None]
-        for out, leaf in zip(outs[:count], made, strict=True):
-            if out is not None:
-                out[...] = leaf
-        return made
+        return [leaf for leaf in reduced if leaf is not None]
 
     def pull_back(self, cotangents: Sequence[Any], comm: ac.Communicator) -> Sequence[Any]:
         return bind(self, cotangents, comm)
@@ -181,12 +202,13 @@ def reduce_leaves(
         look = watched.looking(beside)
         made: list[Any] = calls.reduce(leaves, updates, missing=missing, look=look)
         return made
-    mark_outside_branches(updates, calls.comm)
-    present = tuple(leaf is not None for leaf in leaves)
-    arrays = [jnp.asarray(leaf) for leaf in leaves if leaf is not None]
-    arrays += [jax.lax.stop_gradient(array) for array in beside]
-    reduced = iter(bind(_Reduce(calls, updates, present, watched), arrays, calls.comm))
-    return [next(reduced) if there else None for there in present]
+    call = _Reduce(calls, updates, present_of(leaves), watched)
+    return call.spread(call.run(leaves, beside))
+
+
+def present_of(leaves: Sequence[Any]) -> tuple[bool, ...]:
+    """Return which gradients are not None."""
+    return tuple(leaf is not None for leaf in leaves)
 
 
 class Updates:

@@ -13,13 +13,10 @@ import numpy as np
 from arraycomm._arrays.results import to_framework
 from arraycomm._arrays.views import view
 from arraycomm._folds import total_dtype
-from arraycomm._training.numbered import Numbering
-from arraycomm._training.programs import GradientCalls
 from arraycomm._training.virtual import VirtualRanks
 from arraycomm._trees.leaves import Onto, Total
-from arraycomm.adapters.jax._primitive import Call, bind
 from arraycomm.adapters.jax._tracing import flatten, is_traced
-from arraycomm.adapters.jax._updates import Updates, Watched, mark_outside_branches
+from arraycomm.adapters.jax._updates import UpdateCall, Updates, present_of
 
 
 class VirtualState(NamedTuple):
@@ -41,12 +38,15 @@ class VirtualState(NamedTuple):
     inner: Any
 
 
-class Round(NamedTuple):
-    """What the rounds of one optimizer are made with."""
+@dataclass(frozen=True)
+class _Add(UpdateCall):
+    """The round of one update whose totals are in the state: it needs these, and the count."""
 
-    calls: GradientCalls
-    updates: Numbering
     virtual: VirtualRanks
+
+    @property
+    def beside(self) -> int:
+        return 1 + super().beside
 
     def add(
         self,
@@ -81,20 +81,6 @@ class Round(NamedTuple):
             [virtual.finished(total) if total and is_last else None for total in totals],
         )
 
-
-@dataclass(frozen=True)
-class _Add(Call):
-    """The round of one update in a program; the last arguments are those that are compared."""
-
-    round: Round
-    present: tuple[bool, ...]
-    watched: Watched
-    name = "DistributedOptimizer"
-
-    @property
-    def beside(self) -> int:  # type: ignore[override]
-        return 1 + len(self.watched.names)
-
     def results(self, arrays: Sequence[Any], size: int) -> list[jax.ShapeDtypeStruct]:
         split = sum(self.present)
         given = [*arrays[split : 2 * split], *arrays[:split]]
@@ -104,42 +90,38 @@ class _Add(Call):
         self, over: object, place: int, arrays: Sequence[Any], outs: Sequence[Any]
     ) -> list[Any]:
         split = sum(self.present)
-        given, known = iter(arrays[:split]), iter(arrays[split : 2 * split])
-        leaves = [next(given) if there else None for there in self.present]
-        sums = [next(known) if there else None for there in self.present]
+        leaves, sums = self.spread(arrays), self.spread(arrays[split:])
         dtypes = [None if leaf is None else leaf.dtype for leaf in leaves]
-        look = self.watched.looking(arrays[2 * split + 1 :])
-        count = int(arrays[2 * split])
-        made, means = self.round.add(leaves, sums, dtypes, count, look, place, "error")
+        count, look = int(arrays[2 * split]), self.look(arrays)
+        made, means = self.add(leaves, sums, dtypes, count, look, place, "error")
         results = [total for total in made if total is not None]
         for mean, leaf in zip(means, leaves, strict=True):
             if leaf is not None:
                 results.append(np.zeros_like(leaf) if mean is None else mean)
-        for out, result in zip(outs[: len(results)], results, strict=True):
-            if out is not None:
-                out[...] = result
         return results
+
+    def in_program(
+        self, leaves: list[Any], sums: list[Any], count: Any, beside: list[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        """Add a round's gradients in the program that is traced, as `add` does."""
+        totals = [total for total, there in zip(sums, self.present, strict=True) if there]
+        made = self.run(leaves, beside, [*totals, jnp.asarray(count)])
+        new, means = (self.spread(part) for part in (made[: len(totals)], made[len(totals) :]))
+        kept = [old if total is None else total for total, old in zip(new, sums, strict=True)]
+        return kept, means
 
     def check_differentiable(self) -> None:
         raise TypeError("DistributedOptimizer: with virtual_ranks updates have no derivatives")
 
 
 @dataclass(frozen=True)
-class _AddAside(Call):
+class _AddAside(UpdateCall):
     """The round of one update in a program without room for the totals, which stay outside.
 
     The first result says whether the round is the last of a step; the others are its gradients.
     """
 
-    updates: Updates
     virtual: VirtualRanks
-    present: tuple[bool, ...]
-    watched: Watched
-    name = "DistributedOptimizer"
-
-    @property
-    def beside(self) -> int:  # type: ignore[override]
-        return len(self.watched.names)
 
     def results(self, arrays: Sequence[Any], size: int) -> list[jax.ShapeDtypeStruct]:
         given = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays[: sum(self.present)]]
@@ -148,11 +130,9 @@ class _AddAside(Call):
     def make(
         self, over: object, place: int, arrays: Sequence[Any], outs: Sequence[Any]
     ) -> list[Any]:
-        given, virtual, count = iter(arrays), self.virtual, sum(self.present)
-        leaves = [next(given) if there else None for there in self.present]
-        options: dict[str, Any] = {"look": self.watched.looking(arrays[count:]), "missing": "error"}
+        leaves, look, virtual = self.spread(arrays), self.look(arrays), self.virtual
         onto = virtual.onto(range(len(leaves)))
-        made = self.updates.calls.reduce(leaves, self.updates.made, place, onto=onto, **options)
+        made = self.calls.reduce(leaves, self.updates, place, "error", look, onto)
         virtual.note(dict(enumerate(made)))
         is_last, means = virtual.is_last, virtual.complete()
         virtual.next_round()
@@ -160,9 +140,6 @@ class _AddAside(Call):
         for number, leaf in enumerate(leaves):
             if leaf is not None:
                 results.append(means[number] if is_last else np.zeros_like(leaf))
-        for out, result in zip(outs[: len(results)], results, strict=True):
-            if out is not None:
-                out[...] = result
         return results
 
 
@@ -174,13 +151,9 @@ def add_aside(
     Return whether the optimizer takes its step, as an array, and the gradients that it then gets.
     """
     watched, beside = updates.watched(inputs, traced=True)
-    comm, present = updates.calls.comm, tuple(leaf is not None for leaf in leaves)
-    mark_outside_branches(updates.made, comm)
-    arrays = [jnp.asarray(leaf) for leaf in leaves if leaf is not None]
-    arrays += [jax.lax.stop_gradient(array) for array in beside]
-    applies, *made = bind(_AddAside(updates, virtual, present, watched), arrays, comm)
-    reduced = iter(made)
-    return applies, [next(reduced) if there else None for there in present]
+    call = _AddAside(updates.calls, updates.made, present_of(leaves), watched, virtual)
+    applies, *made = call.run(leaves, beside)
+    return applies, call.spread(made)
 
 
 class VirtualUpdates:
@@ -188,7 +161,6 @@ class VirtualUpdates:
 
     def __init__(self, inner: Any, updates: Updates, virtual: VirtualRanks) -> None:
         self._inner, self._updates, self._virtual = inner, updates, virtual
-        self._round = Round(updates.calls, updates.made, virtual)
 
     def init(self, params: Any) -> VirtualState:
         """Return the state before the first round."""
@@ -211,6 +183,8 @@ class VirtualUpdates:
         inputs = {"params": params, "state": {"virtual": state.count, "inner": state.inner}}
         traced = is_traced((leaves, state))
         watched, beside = self._updates.watched(inputs, traced=traced)
+        calls, made = self._updates.calls, self._updates.made
+        call = _Add(calls, made, present_of(leaves), watched, self._virtual)
         if traced:
             sums = [
                 jnp.zeros(leaf.shape, total_dtype(np.dtype(leaf.dtype)))
@@ -218,7 +192,7 @@ class VirtualUpdates:
                 else total
                 for total, leaf in zip(sums, leaves, strict=True)
             ]
-            new, means = self._add_in_program(leaves, sums, state.count, watched, beside)
+            new, means = call.in_program(leaves, sums, state.count, beside)
         else:
             jax.effects_barrier()
             dtypes = [
@@ -227,13 +201,12 @@ class VirtualUpdates:
                     like if leaf is None else leaf for leaf, like in zip(leaves, likes, strict=True)
                 )
             ]
-            look = watched.looking(beside)
-            made = self._round.add(leaves, sums, dtypes, int(state.count), look)
+            totals = call.add(leaves, sums, dtypes, int(state.count), call.look(beside))
             places = [
                 like if total is None else total for total, like in zip(sums, likes, strict=True)
             ]
             new, means = (
-                [_like(*pair) for pair in zip(part, places, strict=True)] for part in made
+                [_like(*pair) for pair in zip(part, places, strict=True)] for part in totals
             )
 
         def apply() -> tuple[Any, VirtualState]:
@@ -259,23 +232,6 @@ class VirtualUpdates:
         _check_state(apply, wait)
         chosen: tuple[Any, VirtualState] = jax.lax.cond(is_last, apply, wait)
         return chosen
-
-    def _add_in_program(
-        self, leaves: list[Any], sums: list[Any], count: Any, watched: Watched, beside: list[Any]
-    ) -> tuple[list[Any], list[Any]]:
-        comm = self._updates.calls.comm
-        mark_outside_branches(self._updates.made, comm)
-        present = tuple(leaf is not None for leaf in leaves)
-        arrays = [jnp.asarray(leaf) for leaf in leaves if leaf is not None]
-        arrays += [total for total, there in zip(sums, present, strict=True) if there]
-        arrays += [jnp.asarray(count), *(jax.lax.stop_gradient(array) for array in beside)]
-        made = bind(_Add(self._round, present, watched), arrays, comm)
-        split = len(made) // 2
-        new, means = iter(made[:split]), iter(made[split:])
-        return (
-            [next(new) if there else old for there, old in zip(present, sums, strict=True)],
-            [next(means) if there else None for there in present],
-        )
 
 
 def _like(made: Any, total: Any) -> Any:
