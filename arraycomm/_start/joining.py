@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from hashlib import blake2b
 from typing import Any, Final
 
@@ -105,14 +105,12 @@ def listen(place: Place) -> socket.socket:
         return socket.create_server((place.host, place.port), family=info[0])
     if sys.platform != "linux":
         raise OSError("this system has no sockets with such names")
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
+    with ExitStack() as to_close:
+        listener = to_close.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         listener.bind(_local_name(place))
         listener.listen()
-    except OSError:
-        listener.close()
-        raise
-    return listener
+        to_close.pop_all()
+        return listener
 
 
 class _Wire:
@@ -360,13 +358,9 @@ class Meeting(_Wire):
             deadline = time.monotonic() + _LATER
             while time.monotonic() < deadline:
                 self._receive(deadline)
-        self.close()
+        self.connection.close()
         if not well and self._served is not None:
             self._served.join(2 * GRACE)
-
-    def close(self) -> None:
-        """End the connection."""
-        self.connection.close()
 
     def _send(self, message: Message) -> None:
         try:
@@ -449,35 +443,25 @@ def join(found: Numbering, environment: Mapping[str, str]) -> Meeting:
     """Return a connection to all others, once all have come; process 0 serves them."""
     limit = seconds_to_start(environment)
     deadline = time.monotonic() + limit
+    secret, job = environment.get(SECRET, ""), _job_of(environment)
     while True:
+        served = _serve(found, secret, limit, job) if found.rank == 0 else None
         try:
-            return _join(found, environment, limit, deadline)
+            with ExitStack() as to_close:
+                connection = to_close.enter_context(_connect(found.place, limit))
+                meeting = Meeting(connection, found.place, limit, served)
+                meeting.introduce(found, secret, job, deadline + _LATER)
+                to_close.pop_all()
+                return meeting
         except _NotYetError as error:
             if time.monotonic() > deadline:
                 raise error.args[0] from error.__cause__
             time.sleep(_NAP)
-
-
-def _join(
-    found: Numbering, environment: Mapping[str, str], limit: float, deadline: float
-) -> Meeting:
-    secret, job = environment.get(SECRET, ""), _job_of(environment)
-    served = _serve(found, secret, limit, job) if found.rank == 0 else None
-    try:
-        meeting = Meeting(_connect(found.place, limit), found.place, limit, served)
-        try:
-            meeting.introduce(found, secret, job, deadline + _LATER)
-        except BaseException:
-            meeting.close()
+        except Exception:
+            if served is not None:
+                # Those who come later hear of it.
+                served.join()
             raise
-    except _NotYetError:
-        raise
-    except Exception:
-        if served is not None:
-            # Those who come later hear of it.
-            served.join()
-        raise
-    return meeting
 
 
 def _serve(found: Numbering, secret: str, limit: float, job: str) -> Coordinator | None:
@@ -517,13 +501,10 @@ def _absent(place: Place, limit: float, why: str) -> CommTimeoutError:
 def _connected(place: Place) -> socket.socket:
     if place.host:
         return socket.create_connection((place.host, place.port), timeout=DEFAULT_LIMIT)
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
+    with ExitStack() as to_close:
+        connection = to_close.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         connection.connect(_local_name(place))
-        if _is_own(connection):
-            return connection
-    except OSError:
-        connection.close()
-        raise
-    connection.close()
-    raise BackendUnavailableError(f"init: a process of another user answers at {place}")
+        if not _is_own(connection):
+            raise BackendUnavailableError(f"init: a process of another user answers at {place}")
+        to_close.pop_all()
+        return connection

@@ -151,14 +151,14 @@ def test_one_that_comes_late_hears_of_the_error_too() -> None:
 def test_others_hear_of_one_that_ends(place: Place, well: bool | None) -> None:
     def ends() -> None:
         meeting = process(1, 3, place)()
-        meeting.close() if well is None else meeting.leave(well=well)
+        meeting.connection.close() if well is None else meeting.leave(well=well)
 
     def waits(rank: int) -> object:
         meeting = process(rank, 3, place)()
         try:
             return meeting.get("never set")
         finally:
-            meeting.close()
+            meeting.connection.close()
 
     _, *found = outcomes(ends, lambda: waits(0), lambda: waits(2))
     for error in found:
@@ -176,7 +176,7 @@ def test_secret_is_the_same_for_all() -> None:
     together = outcomes(process(0, 2, place, **own), process(1, 2, place, **own))
     for meeting in together:
         assert isinstance(meeting, Meeting)
-        meeting.close()
+        meeting.connection.close()
 
 
 GARBAGE = (
@@ -212,7 +212,7 @@ def test_strangers_do_not_disturb() -> None:
         assert isinstance(first.result(), Meeting)
         second.set("key", "text")
         assert first.result().get("key") == b"text"
-        for connection in (silent, second, first.result()):
+        for connection in (silent, second.connection, first.result().connection):
             connection.close()
 
 
