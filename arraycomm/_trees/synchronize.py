@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -26,8 +27,8 @@ from arraycomm._transports.base import Bytes, Steps
 from arraycomm._trees.buffers import Packed
 from arraycomm._trees.layout import lay_out, slots_of
 from arraycomm._trees.leaves import NONE, NUMBERS, array_leaf, tied
+from arraycomm._trees.nodes import ExtraState, is_torch
 from arraycomm._trees.pytrees import Flat, flatten
-from arraycomm._trees.states import State, state_of
 from arraycomm._trees.static import taken_over, texts_of
 
 _VALUES: Final = (*NUMBERS, str, bytes, enum.Enum)
@@ -206,7 +207,7 @@ class _Kept:
     """The value of a leaf that stays as it is."""
 
 
-class _Part(NamedTuple):
+class Part(NamedTuple):
     """How one leaf is synchronized: as bytes, as a pickled value, or not at all.
 
     `beside` describes what else the ranks compare. `load` changes the leaf in place, but for the
@@ -226,7 +227,7 @@ def _pack_raw(packed: Packed, arrays: Sequence[BufferView]) -> None:
         slot.view(source.dtype).reshape(source.shape)[...] = source.array
 
 
-def _received(parts: Sequence[_Part], packed: Packed, values: Any, is_root: bool) -> list[Any]:
+def _received(parts: Sequence[Part], packed: Packed, values: Any, is_root: bool) -> list[Any]:
     slots = iter(packed.leaves())
     results: list[Any] = []
     for part in parts:
@@ -243,28 +244,68 @@ def _received(parts: Sequence[_Part], packed: Packed, values: Any, is_root: bool
     return results
 
 
-def _part(leaf: Any, path: str) -> _Part:
+def _part(leaf: Any, path: str) -> Part:
     """Decide how a leaf is synchronized."""
     if leaf is None:
-        return _Part(LeafSpec(path, NONE), receive=lambda _: None)
+        return Part(LeafSpec(path, NONE), receive=lambda _: None)
     if isinstance(leaf, _VALUES):
-        return _Part(LeafSpec(path, type(leaf).__name__), value=leaf)
-    state = state_of(leaf, path)
-    if state is not None:
-        return _state_part(leaf, state)
+        return Part(LeafSpec(path, type(leaf).__name__), value=leaf)
+    if (state := state_of(leaf, path)) is not None:
+        return state
     if _is_typed_key(leaf):
         return _key_part(leaf, path)
     array = view(leaf, path)
     check_result(array.shape, array.dtype, array)
-    return _Part(array_leaf(path, array), array)
+    return Part(array_leaf(path, array), array)
 
 
-def _state_part(leaf: Any, state: State) -> _Part:
-    """Return the part of an object that keeps its state on the root, and loads it elsewhere."""
-    described, *beside = state.described
-    return _Part(
-        described, value=state.value, receive=lambda _: leaf, beside=beside, load=state.load
-    )
+def state_of(leaf: Any, path: str) -> Part | None:
+    """Return how a torch object is synchronized whose state is sent whole; None for other leaves.
+
+    The object stays: it keeps its state on the root, and loads that of the root elsewhere.
+    """
+    beside: Iterable[LeafSpec] = ()
+    if isinstance(leaf, ExtraState):
+        kind = f"extra state of {type(leaf.module).__name__}"
+        value, load = leaf.module.get_extra_state(), leaf.module.set_extra_state
+    elif is_torch(leaf, "optim", "Optimizer"):
+        kind, beside = type(leaf).__name__, _described_parameters(leaf, path)
+        value, load = leaf.state_dict(), partial(_load_optimizer, leaf)
+    elif is_torch(leaf, "optim", "lr_scheduler", "LRScheduler"):
+        kind, value, load = _described_scheduler(leaf), leaf.state_dict(), leaf.load_state_dict
+    elif is_torch(leaf, "amp", "GradScaler"):
+        # One that is disabled has no state.
+        kind = "GradScaler" if leaf.is_enabled() else "disabled GradScaler"
+        value, load = leaf.state_dict(), leaf.load_state_dict
+    else:
+        return None
+    described = LeafSpec(path, kind)
+    return Part(described, None, value, lambda _: leaf, tuple(beside), load)
+
+
+def _described_parameters(optimizer: Any, path: str) -> Iterator[LeafSpec]:
+    for number, group in enumerate(optimizer.param_groups):
+        for position, parameter in enumerate(group["params"]):
+            where = f"{path}.param_groups[{number}]['params'][{position}]"
+            yield LeafSpec(where, "parameter", tuple(parameter.shape))
+
+
+def _described_scheduler(scheduler: Any) -> str:
+    """Return the type of a scheduler, with those of the schedulers that it is made of."""
+    inner = ", ".join(map(_described_scheduler, getattr(scheduler, "_schedulers", ())))
+    return f"{type(scheduler).__name__}({inner})" if inner else type(scheduler).__name__
+
+
+def _load_optimizer(optimizer: Any, state: Any) -> None:
+    """Load a state with the dtypes that it has; torch gives it those of the parameters."""
+    optimizer.load_state_dict(state)
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    for number, parameter in enumerate(parameters):
+        own = optimizer.state.get(parameter, {})
+        for name, value in state["state"].get(number, {}).items():
+            loaded = own.get(name)
+            if is_torch(loaded, "Tensor") and is_torch(value, "Tensor"):
+                own[name] = loaded if loaded.dtype == value.dtype else value.to(loaded.device)
 
 
 def _is_typed_key(leaf: Any) -> bool:
@@ -273,21 +314,19 @@ def _is_typed_key(leaf: Any) -> bool:
     return type(dtype).__module__.startswith("jax.") and str(dtype).startswith("key<")
 
 
-def _key_part(leaf: Any, path: str) -> _Part:
+def _key_part(leaf: Any, path: str) -> Part:
     import jax
 
     data = view(jax.random.key_data(leaf), path)
     implementation = jax.random.key_impl(leaf)
-    return _Part(
+    return Part(
         LeafSpec(path, str(leaf.dtype), tuple(leaf.shape)),
         data,
         receive=lambda received: jax.random.wrap_key_data(received, impl=implementation),
     )
 
 
-def _take_from_whole(
-    flat: Flat, parts: Sequence[_Part], packed: Packed, is_root: bool
-) -> list[Any]:
+def _take_from_whole(flat: Flat, parts: Sequence[Part], packed: Packed, is_root: bool) -> list[Any]:
     """Put the arrays of the root's tree into `packed`, and return its other values."""
     values: list[Any] = []
     arrays: list[BufferView] = []

@@ -22,8 +22,8 @@ from arraycomm._training.comparison.differences import Item, array_item, find_di
 from arraycomm._transports.base import Steps
 from arraycomm._trees.nodes import is_torch
 from arraycomm._trees.pytrees import flatten
-from arraycomm._trees.states import state_of
 from arraycomm._trees.static import Static, name_of, texts_of
+from arraycomm._trees.synchronize import state_of
 
 _TEXTS: Final = (type(None), bool, int, float, complex, str, bytes, np.generic, enum.Enum)
 # Characters of a value that messages show.
