@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +9,7 @@ import numpy as np
 import torch
 
 import arraycomm as ac
-from arraycomm._arrays.views import view
+from arraycomm._training.comparison.digests import digest_of
 from arraycomm.adapters.torch._backward import scaler_of_step
 from arraycomm.adapters.torch._parameters import Parameters
 from arraycomm.adapters.torch._slots import State, writes_to
@@ -78,17 +77,14 @@ def compare(parameters: Parameters) -> None:
 
 def digest(grads: Sequence[torch.Tensor | None]) -> int:
     """Return one number for gradients."""
-    return zlib.crc32(repr(list(map(_checksum, grads))).encode())
+    return digest_of(_own_checksums(grads))
 
 
 def _checksums(parameters: Parameters, grads: Sequence[torch.Tensor | None]) -> Any:
     """Return the checksums of all ranks' gradients, a row for each rank."""
-    mine = np.array(list(map(_checksum, grads)), np.int64)
+    mine = _own_checksums(grads)
     return parameters.gradients.comm.allgather(mine).reshape(-1, len(mine))
 
 
-def _checksum(grad: torch.Tensor | None) -> int:
-    if grad is None:
-        return -1
-    array = np.ascontiguousarray(view(grad.detach()).array)
-    return zlib.crc32(array.reshape(-1).view(np.uint8).data)
+def _own_checksums(grads: Sequence[torch.Tensor | None]) -> Any:
+    return np.array([-1 if grad is None else digest_of(grad) for grad in grads], np.int64)
