@@ -46,50 +46,41 @@ class _ScheduledHandle:
         return True
 
 
+def _passed_on(name: str) -> Any:
+    """Return a method that calls the one of what is wrapped."""
+    return lambda self, *args: getattr(self._inner, name)(*args)
+
+
+def _attribute(name: str) -> Any:
+    """Return an attribute that is the one of what is wrapped."""
+    return property(
+        lambda self: getattr(self._inner, name),
+        lambda self, value: setattr(self._inner, name, value),
+    )
+
+
 class _ScheduledControl(ControlChannel):
     """A control channel with switch points; all other attributes are those of the one it wraps."""
 
     def __init__(self, control: ControlChannel, baton: Baton, player: int) -> None:
-        self._control, self._baton, self._player = control, baton, player
+        self._inner, self._baton, self._player = control, baton, player
         self._step = _ScheduledHandle(control, baton, player, "step")
         self.shared = control.shared
         self.notes = cast(Notes, _ScheduledNotes(control, baton, player))
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._control, name)
+        return getattr(self._inner, name)
 
-    @property
-    def step(self) -> int:
-        return self._control.step
-
-    @step.setter
-    def step(self, step: int) -> None:
-        self._control.step = step
-
-    @property
-    def completed(self) -> int:
-        return self._control.completed
-
-    @completed.setter
-    def completed(self, step: int) -> None:
-        self._control.completed = step
+    step, completed = _attribute("step"), _attribute("completed")
+    missing, withdraw, close = map(_passed_on, ("missing", "withdraw", "close"))
 
     def post(self, nbytes: int | None = None) -> None:
         self._baton.switch(self._player, "post")
         self._baton.fail_by_chance(self._player, "post")
-        self._control.post(nbytes)
+        self._inner.post(nbytes)
 
     def done(self) -> bool:
         return self._step.done()
-
-    def missing(self) -> list[int]:
-        return self._control.missing()
-
-    def withdraw(self) -> bool:
-        return self._control.withdraw()
-
-    def close(self) -> None:
-        self._control.close()
 
 
 class _ScheduledNotes:
@@ -115,14 +106,9 @@ def _movement(name: str) -> Any:
     def start(self: _ScheduledLink, *args: Any) -> Handle:
         self._baton.switch(self._player, name)
         self._baton.fail_by_chance(self._player, name)
-        return _ScheduledHandle(getattr(self._link, name)(*args), self._baton, self._player, name)
+        return _ScheduledHandle(getattr(self._inner, name)(*args), self._baton, self._player, name)
 
     return start
-
-
-def _passed_on(name: str) -> Any:
-    """Return a method that calls the one of the transport that is wrapped."""
-    return lambda self, *args: getattr(self._link, name)(*args)
 
 
 class _ScheduledLink(Transport):
@@ -131,7 +117,7 @@ class _ScheduledLink(Transport):
     threaded = False
 
     def __init__(self, link: Transport, baton: Baton, player: int) -> None:
-        self._link, self._baton, self._player = link, baton, player
+        self._inner, self._baton, self._player = link, baton, player
         self.name, self.rank, self.size = link.name, link.rank, link.size
         self.local_rank, self.local_size = link.local_rank, link.local_size
         self.mpi_comm, self.spins = link.mpi_comm, link.spins
@@ -147,24 +133,22 @@ class _ScheduledLink(Transport):
     send = _movement("send")
     recv = _movement("recv")
 
-    nodes = _passed_on("nodes")
+    nodes, progress, abort = map(_passed_on, ("nodes", "progress", "abort"))
     offer_memory = _passed_on("offer_memory")
     open_memory = _passed_on("open_memory")
     close_memory = _passed_on("close_memory")
-    progress = _passed_on("progress")
-    abort = _passed_on("abort")
 
     def probe(self, source: int | None, tags: range) -> tuple[int, int] | None:
         self._baton.poll(self._player, "probe polled", self._in_vain.get((source, tags), _NEVER))
-        found = self._link.probe(source, tags)
+        found = self._inner.probe(source, tags)
         self._in_vain[source, tags] = self._baton.changes if found is None else _NEVER
         return found
 
     def split(self, color: int | None, members: Sequence[int]) -> Transport | None:
         self._baton.switch(self._player, "split")
-        link = self._link.split(color, members)
+        link = self._inner.split(color, members)
         return None if link is None else _ScheduledLink(link, self._baton, self._player)
 
     def free(self) -> None:
         self._baton.switch(self._player, "free")
-        self._link.free()
+        self._inner.free()
