@@ -18,6 +18,7 @@ from arraycomm._cuda.kernels import Kernels, Shown
 from arraycomm._cuda.streams import cupy_stream
 from arraycomm._dtypes import DType
 from arraycomm._errors import BackendUnavailableError, TransportError
+from arraycomm._protocol.mismatch import name_ranks, ranks_of
 
 # cudaErrorInsufficientDriver
 _INSUFFICIENT_DRIVER: Final = 35
@@ -134,10 +135,7 @@ def uuid(device: int) -> str:
 
 def shared_devices(uuids: Sequence[str]) -> str:
     """Say which ranks share a device; empty if each has its own. `uuids` are in rank order."""
-    ranks: dict[str, list[str]] = {}
-    for rank, name in enumerate(uuids):
-        ranks.setdefault(name, []).append(str(rank))
-    groups = [f"ranks {', '.join(group)}" for group in ranks.values() if len(group) > 1]
+    groups = [name_ranks(own) for own in ranks_of(enumerate(uuids)).values() if len(own) > 1]
     return f"{' and '.join(groups)} share a CUDA device" if groups else ""
 
 

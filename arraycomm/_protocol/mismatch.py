@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import groupby
-from typing import Final
+from typing import Final, TypeVar
 
 from arraycomm._errors import MismatchError, PeerError, TransportError
 from arraycomm._protocol.details import CallDetail, Detail, Failure
 from arraycomm._transports.notes import ENDED, FINALIZED, FINISHED, GAVE_UP
+
+T = TypeVar("T")
 
 # The setting that names the containers of a tree: a line for each, of its path and its type.
 STRUCTURE: Final = "structure"
@@ -33,10 +35,16 @@ def mismatch(details: Sequence[Detail]) -> MismatchError:
 
 def by_ranks(said: Sequence[str]) -> str:
     """Return what each rank said, ranks that said the same together."""
-    groups: dict[str, list[int]] = {}
-    for rank, text in enumerate(said):
-        groups.setdefault(text, []).append(rank)
+    groups = ranks_of(enumerate(said))
     return "; ".join(f"{name_ranks(ranks)}: {text}" for text, ranks in groups.items())
+
+
+def ranks_of(said: Iterable[tuple[int, T]]) -> dict[T, list[int]]:
+    """Return the ranks of each of the things that ranks said."""
+    groups: dict[T, list[int]] = {}
+    for rank, each in said:
+        groups.setdefault(each, []).append(rank)
+    return groups
 
 
 def _said(detail: Detail) -> str:

@@ -13,6 +13,7 @@ from arraycomm._exit.exit import add_root
 from arraycomm._native import compiled
 from arraycomm._protocol.agreement import Agreement
 from arraycomm._protocol.group import Group, Options
+from arraycomm._protocol.mismatch import name_ranks, ranks_of
 from arraycomm._start.arguments import Arguments
 from arraycomm._transports.base import Transport
 from arraycomm._transports.threads import SelfTransport
@@ -53,15 +54,10 @@ class Opened(NamedTuple):
 
     def _grouped(self) -> str:
         """Name each device once, with its ranks if there are several devices."""
-        ranks: dict[str, list[int]] = {}
-        for rank, device in enumerate(self.devices):
-            ranks.setdefault(device, []).append(rank)
+        ranks = ranks_of(enumerate(self.devices))
         if len(ranks) == 1:
             return self.devices[0]
-        return "; ".join(
-            f"{device} on rank{'s' if len(own) > 1 else ''} {', '.join(map(str, own))}"
-            for device, own in ranks.items()
-        )
+        return "; ".join(f"{device} on {name_ranks(own)}" for device, own in ranks.items())
 
 
 class Init(SmallExchange):

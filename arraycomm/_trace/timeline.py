@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any, Final
 
+from arraycomm._protocol.mismatch import name_ranks
 from arraycomm._trace.clocks import corrected
 from arraycomm._trace.records import (
     BLOCKING,
@@ -226,9 +227,7 @@ def _place(span: Span, time: int, origin: int) -> Event:
 
 def _whom(span: Span) -> str:
     ranks = [span.last] if span.last >= 0 else list(span.absent)
-    if not ranks:
-        return "other ranks"
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+    return name_ranks(ranks) if ranks else "other ranks"
 
 
 def _facts(span: Span) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from arraycomm._jobs.job import GRACE, Ended, Program, run_job
 from arraycomm._jobs.output import say
 from arraycomm._launch import claimed_by, launched
 from arraycomm._launch.library import CHOSEN, MPIS, OPEN_MPI, path_of
+from arraycomm._protocol.mismatch import name_ranks, ranks_of
 from arraycomm.cli.launch import NO_LAUNCHER, launcher_for, positive
 
 _USAGE_ERROR: Final = 2
@@ -112,12 +113,12 @@ def run(arguments: argparse.Namespace) -> int:
         say(f"run: {describe(ended)}")
     if ended.cut_off:
         say(
-            f"run: {_named(ended.cut_off)} had not ended when another rank left without MPI's end, "
-            "as by os._exit; the launcher has ended all"
+            f"run: {name_ranks(ended.cut_off)} had not ended when another rank left without MPI's "
+            "end, as by os._exit; the launcher has ended all"
         )
     if ended.late:
         say(
-            f"run: {_named(ended.late)} had not ended {program.grace:g} s after "
+            f"run: {name_ranks(ended.late)} had not ended {program.grace:g} s after "
             f"{signal.Signals(ended.told).name}; for more time pass --grace"
         )
     if ended.told == signal.SIGINT and ended.status:
@@ -127,14 +128,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def describe(ended: Ended) -> str:
     """Say how the ranks ended that failed, those that ended alike together."""
-    ways: dict[int, list[int]] = {}
-    for rank, status in ended.failed.items():
-        ways.setdefault(status, []).append(rank)
-    return "; ".join(f"{_named(sorted(ranks))} {_way(status)}" for status, ranks in ways.items())
-
-
-def _named(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+    ways = ranks_of(ended.failed.items())
+    return "; ".join(f"{name_ranks(sorted(own))} {_way(status)}" for status, own in ways.items())
 
 
 def _way(status: int) -> str:

@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple, NoReturn, Protocol
 
 from arraycomm._errors import DeadlockError
 from arraycomm._protocol.engine import Engine
-from arraycomm._protocol.mismatch import name_ranks
+from arraycomm._protocol.mismatch import name_ranks, ranks_of
 from arraycomm._protocol.waits import clock
 from arraycomm._transports.control import ControlChannel
 
@@ -342,9 +342,7 @@ class DeadlockWatch:
 
 
 def _text(ranks: Sequence[int], waits: Mapping[int, WaitStatus]) -> str:
-    doing: dict[str, list[int]] = {}
-    for r in ranks:
-        doing.setdefault(waits[r].doing, []).append(r)
+    doing = ranks_of((r, waits[r].doing) for r in ranks)
     lines = [f"{name_ranks(found)} waiting {what}" for what, found in doing.items()]
     remedy = (
         "all ranks of a communicator have to make the same calls; if ranks have different "

@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import Any, Final
 
 from arraycomm._protocol.header import Headers
-from arraycomm._protocol.mismatch import name_ranks
+from arraycomm._protocol.mismatch import name_ranks, ranks_of
 from arraycomm._protocol.waits.deadlock import WaitStatus
 from arraycomm._transports.control import ControlChannel
 
@@ -101,9 +101,7 @@ class StillWaiting:
     def _cause(self, missing: Sequence[int]) -> str:
         if not missing:
             return "for data: all ranks are in this call"
-        places: dict[tuple[str, str], list[int]] = {}
-        for rank in missing:
-            places.setdefault(self._place(rank), []).append(rank)
+        places = ranks_of((rank, self._place(rank)) for rank in missing)
         named = [
             f"{name_ranks(ranks)}, which {one if len(ranks) == 1 else several}"
             for (one, several), ranks in list(places.items())[:_NAMED]

@@ -12,6 +12,7 @@ import pytest
 
 from arraycomm._callsite import is_ours
 from arraycomm._errors import CommTimeoutError
+from arraycomm._protocol.mismatch import ranks_of
 from arraycomm.testing._failures import CAUSED, FOUND_BY_RANK_0, ON_RANK, in_a_line, priority
 
 # Characters of what another rank raised, and the frames of its stack.
@@ -213,9 +214,7 @@ def show_rank(report: pytest.TestReport, label: str) -> None:
 
 def _lines(outcomes: Sequence[Outcome]) -> str:
     """Return a line for each different thing that ranks did."""
-    said: dict[str, list[int]] = {}
-    for outcome in outcomes:
-        said.setdefault(f"{outcome.text}{_place(outcome)}", []).append(outcome.rank)
+    said = ranks_of((each.rank, f"{each.text}{_place(each)}") for each in outcomes)
     return "\n".join(f"{ranks_text(ranks)} {text}" for text, ranks in said.items())
 
 
