@@ -45,7 +45,7 @@ class _Add(UpdateCall):
     virtual: VirtualRanks
 
     @property
-    def beside(self) -> int:
+    def beside(self) -> int:  # type: ignore[override]
         return 1 + super().beside
 
     def add(
