@@ -155,7 +155,6 @@ LARGER = {
     "testing.conformance._reductions:ReductionLaws": 26,
     "_cuda.links.nccl_link:NcclLink": 22,
     "_transports.mpi.transport:MPITransport": 22,
-    "arraycomm/_trees": 17,
 }
 # Of what there is a number only, the same.
 COUNTS = {
