@@ -141,11 +141,11 @@ class _Wire:
 def _message(line: bytes) -> Message:
     try:
         found = json.loads(line)
+        # JSON can hold halves of characters, which no text of a process has, and which cannot be
+        # sent on.
+        json.dumps(found, ensure_ascii=False).encode()
     except RecursionError as error:
         raise ValueError from error
-    # JSON can hold halves of characters, which no text of a process has, and which cannot be sent
-    # on.
-    json.dumps(found, ensure_ascii=False).encode()
     if not isinstance(found, dict):
         raise ValueError
     return found
