@@ -31,8 +31,7 @@ static char *memory_of(const Chunks *chunks, const Part *part)
 
 static char *row_of(const Chunks *chunks, size_t number, int rank)
 {
-    const size_t row = ((size_t)chunks->first_row + number) % (size_t)chunks->row_count;
-    return chunks->rows + (row * (size_t)chunks->slots.size + (size_t)rank) * chunks->chunk;
+    return chunks->rows + (number % (size_t)chunks->row_count * (size_t)chunks->slots.size + (size_t)rank) * chunks->chunk;
 }
 
 static char *folded_of(const Chunks *chunks, size_t number)

@@ -23,10 +23,11 @@ typedef struct {
 
 typedef struct {
     Slots slots;
-    /* For each of `row_count` chunks a row of each rank, and behind them `folded_count` folded chunks. */
+    /* For each of `row_count` chunks a row of each rank, and behind them `folded_count` folded chunks. A call begins with the
+     * first of them: whoever has all results knows that all ranks have folded what they fold of the last chunk. */
     char *rows;
     size_t chunk; /* the bytes of a row, and of an array in a chunk */
-    int row_count, folded_count, first_row;
+    int row_count, folded_count;
     /* Whether results are written past the caches. */
     bool large;
     char *out;

@@ -10,9 +10,9 @@ PyObject *reduce_in_segment(Chunks *chunks, PyObject *place)
     int taken = 0, large;
     Py_ssize_t slot, chunk, turn;
     long long step, nanoseconds;
-    if (!PyArg_ParseTuple(place, "OOOOOniinpiiinLL", &objects[SLOTS], &objects[SEGMENT], &objects[OUT], &objects[STREAMS],
+    if (!PyArg_ParseTuple(place, "OOOOOniinpiinLL", &objects[SLOTS], &objects[SEGMENT], &objects[OUT], &objects[STREAMS],
                           &objects[SECONDS], &slot, &chunks->slots.rank, &chunks->slots.size, &chunk,
-                          &large, &chunks->row_count, &chunks->folded_count, &chunks->first_row, &turn, &step, &nanoseconds))
+                          &large, &chunks->row_count, &chunks->folded_count, &turn, &step, &nanoseconds))
         return NULL;
     for (; taken < BUFFERS; ++taken)
         if (PyObject_GetBuffer(objects[taken], &buffers[taken], taken == STREAMS ? PyBUF_SIMPLE : PyBUF_WRITABLE)) goto end;
@@ -29,7 +29,7 @@ PyObject *reduce_in_segment(Chunks *chunks, PyObject *place)
     const Py_ssize_t count = buffers[STREAMS].len;
     bool fit = size > 0 && rank >= 0 && rank < size && slot >= PAYLOAD && slot % 8 == 0 &&
                (uintptr_t)chunks->slots.memory % 8 == 0 && buffers[SLOTS].len / 2 / size >= slot && turn >= 0 &&
-               chunk > 0 && chunk % 64 == 0 && chunks->row_count > 0 && chunks->folded_count > 0 && chunks->first_row >= 0;
+               chunk > 0 && chunk % 64 == 0 && chunks->row_count > 0 && chunks->folded_count > 0;
     fit = fit && buffers[SEGMENT].len / chunk >= (Py_ssize_t)chunks->row_count * size + chunks->folded_count &&
           buffers[SECONDS].len / 2 / (Py_ssize_t)sizeof(double) >= count;
     if (fit && chunks->tree)

@@ -107,7 +107,7 @@ class ChainSegment(SharedSegment):
     chained = True
 
     def __init__(self, chain: NodeChain, memory: Bytes) -> None:
-        self.chain, self.control, self.position = chain, chain.control, 0
+        self.chain, self.control = chain, chain.control
         self.chunk_bytes = largest_chunk(chain.most)
         size = chain.control.size
         rows = memory.reshape(-1, self.chunk_bytes)
@@ -266,10 +266,9 @@ class _Call:
 def chunk_tasks(segment: ChainSegment, source: Flat, target: Flat) -> Iterator[ChunkTask]:
     """Cut an array into chunks, whose folds go to `target`; the two may be the same memory."""
     control, step = segment.control, segment.chunk_for(source.nbytes) // source.itemsize
-    for start in range(0, len(source), step):
+    for number, start in enumerate(range(0, len(source), step)):
         part, into = source[start : start + step], target[start : start + step]
-        rows = segment.rows[segment.position % ROWS, :, : part.nbytes].view(part.dtype)
-        segment.position += 1
+        rows = segment.rows[number % ROWS, :, : part.nbytes].view(part.dtype)
         row, targets = rows[control.rank], partial(_whole, into)
         if control.size > _MANY:
             yield ChunkTask(partial(np.copyto, row, part), part.dtype, rows, targets)

@@ -141,14 +141,12 @@ class SharedSegment:
         # Whether all ranks can copy past their caches.
         self.native = native
         self._small, self._large = _Copies(), _Copies()
-        # The next chunk. Calls without headers go on counting: the last chunks of a call may still
-        # be folded by other ranks. After a header all rows are free.
-        self.position = 0
         # The largest size of a chunk.
         self.chunk_bytes = chunk_bytes(control.size)
         self._memory = memory
         rows = memory.reshape(-1, self.chunk_bytes)
-        # Chunk k uses the rows k modulo ROWS.
+        # Chunk k of a call uses the rows k modulo ROWS. At the call's end all ranks have folded all
+        # chunks, so the rows are free, also for a call without a header.
         self.rows = rows[: ROWS * control.size].reshape(ROWS, control.size, self.chunk_bytes)
         self._folded = rows[ROWS * control.size :]
 
@@ -198,20 +196,19 @@ class SharedSegment:
 
     def reduce_array(self, source: Flat, target: Flat, op: str) -> Steps:
         """Reduce an array in the native part; `target` may be the same memory."""
-        x, number, first = raw(source), number_of(op, source.dtype), self.position % ROWS
+        x, number = raw(source), number_of(op, source.dtype)
         count = -(-source.nbytes // self.chunk_bytes)
-        self.position += count
 
         def go_on(place: Place) -> tuple[int, int]:
             reached: tuple[int, int] = compiled.reduce_chunks(place, x, number)
             return reached
 
-        yield from self.reduce_natively(go_on, raw(target), count, first)
+        yield from self.reduce_natively(go_on, raw(target), count)
 
     def reduce_natively(
-        self, go_on: Callable[[Place], tuple[int, int]], target: Bytes, count: int, first: int
+        self, go_on: Callable[[Place], tuple[int, int]], target: Bytes, count: int
     ) -> Steps:
-        """Reduce `count` chunks in the native part by `go_on`; row `first` is the first chunk's."""
+        """Reduce `count` chunks in the native part by `go_on`."""
         control, nbytes = self.control, target.nbytes
         if not count:
             return
@@ -220,12 +217,12 @@ class SharedSegment:
         memory = control.slots, self._memory, target, streams, seconds
         sizes = control.slot, control.rank, control.size, self.chunk_bytes
         large = nbytes > CACHED_BYTES
-        rows, turn = (ROWS, FOLDED, first), 0
+        turn = 0
         while turn < count + 2:
             if turn:
                 yield control
             turn, control.step = go_on(
-                (*memory, *sizes, large, *rows, turn, control.step, NANOSECONDS)
+                (*memory, *sizes, large, ROWS, FOLDED, turn, control.step, NANOSECONDS)
             )
         for (_, measured), found in zip(ways, seconds.tolist(), strict=True):
             if measured is not None:

@@ -213,8 +213,6 @@ class Fusion:
             self._layouts = tuple(
                 ChunkLayout(chunk, segment, number % ROWS) for number, chunk in chunks
             )
-        # They begin with the first rows, which are free after the header.
-        segment.position = len(self._layouts)
         return self._layouts
 
 

@@ -50,7 +50,6 @@ class Held:
             lambda place: self._leaves.reduce(place, tree, tables.parts, chunk, target.nbytes),
             target,
             len(tree),
-            0,
         )
 
 
