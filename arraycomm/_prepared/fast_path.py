@@ -131,8 +131,13 @@ def _remember(
     One that has `ended` in an earlier step than the last one has left nothing to look at.
     """
     guard, (_, place, *_), rest = runner.guard, key[4], key[5:]
+    now, found = _find(runner, operation, x, rest, out)
+    # By the time a request is waited for, its array may have become another one, the guard may be
+    # gone, and the wait for one beside it may have kept the path.
+    if now != key or found not in (None, ONCE):
+        return
     # A function may be another one in each call.
-    if not {*map(type, rest)} <= {str, int, type(None)} or (guard and guard.place() is None):
+    if not {*map(type, rest)} <= {str, int, type(None)}:
         return
     arrays = kind.arrays(x)
     if arrays and all(map(runner.placements.on_device, arrays)):
@@ -170,9 +175,6 @@ def _keep_on_device(runner: Runner, call: Call, x: Any, out: Any, kind: type[Exc
     """Keep the fast path of a call whose arrays are on a device, or that it has none."""
     group, paths = runner.group, runner.fast_paths
     if paths.repeats is None or not paths.may_keep or not group.options.check or runner.guard:
-        return
-    # It may be another one by the time its request is waited for.
-    if (x.dtype, x.shape) != call.key[2:4]:
         return
 
     def make(placement: HostPlacement) -> tuple[Operation, Steps]:
