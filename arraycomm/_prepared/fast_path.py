@@ -250,20 +250,24 @@ class SmallCall(Exchanged):
 
     def __call__(self, x: Any, out: Any) -> Any:
         if not self._plain:
-            found = self._look(x, out)
+            found = self._found(x, out)
             if found is None:
                 return NotImplemented
             own, target, deliver = found
             result = self._make(own, target, x, out)
             return deliver() if result is target and deliver is not None else result
-        into = self._into(out)
+        try:
+            into = self._into(out)
+        except MemoryError:
+            return NotImplemented
         if into is NotImplemented:
             return into
         if self._sends is None:
             return self._make(None, into, x, out)
         result = self._make(x, into, x, out)
-        if result is NotImplemented and not x.flags.c_contiguous:
-            return self._make(x.copy(), into, x, out)
+        if result is NotImplemented and not x.flags.c_contiguous and (found := self._found(x, out)):
+            own, into, _ = found
+            return self._make(own, into, x, out)
         return result
 
     def start(self, x: Any, out: Any) -> Any:
@@ -271,7 +275,7 @@ class SmallCall(Exchanged):
         group, site = self._group, call_site(3)
         engine = self._engine
         with engine.turn:
-            found = self._look_plain(x, out) if self._plain else self._look(x, out)
+            found = self._found(x, out)
             if found is None or group.closed is not None:
                 return NotImplemented
             ended = Ended()
@@ -323,6 +327,14 @@ class SmallCall(Exchanged):
             return self._empty(gets.shape, gets.dtype)
         fits = type(out) is np.ndarray and (out.dtype, out.shape) == gets and out.flags.carray
         return out if fits else NotImplemented
+
+    def _found(self, x: Any, out: Any) -> _Found | None:
+        """Look at the arrays; None if the call has to be made in full."""
+        try:
+            return self._look_plain(x, out) if self._plain else self._look(x, out)
+        except MemoryError:
+            # The full call lets the other ranks know of it.
+            return None
 
     def _look_plain(self, x: Any, out: Any) -> _Found | None:
         into = self._into(out)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -106,6 +107,47 @@ def test_too_little_memory_on_one_rank_raises_in_step(
         np.testing.assert_array_equal(comm.allreduce(own(comm.rank)), total(3))
 
     on_ranks(3, check)
+
+
+@each_rank_of("few")
+def test_too_little_memory_for_few_elements_is_no_error_of_one_rank(comm: ac.Communicator) -> None:
+    """The prepared call hands over, in which the other ranks hear of it if there is none either."""
+
+    def scarce(*_: Any) -> None:
+        raise MemoryError("planted")
+
+    for x in (np.arange(4.0), np.arange(8.0)[::2]):
+        want, *_ = (comm.allgather(x) for _ in range(3))
+        if comm.rank == 0:
+            for path in internals.fast_paths(comm)._paths.values():
+                vars(path)["_into"] = scarce
+        assert np.array_equal(comm.allgather(x), want)
+        assert np.array_equal(comm.iallgather(x).wait(), want)
+        comm = comm.dup()
+
+
+@each_rank_of("several")
+def test_a_result_is_of_the_framework_that_there_is_by_now(comm: ac.Communicator) -> None:
+    """Without 64 bits, which a thread may allow later, JAX's arrays come as NumPy's."""
+    jax = pytest.importorskip("jax")
+    for bits in (False, False, False, True):
+        with jax.enable_x64(bits or comm.rank == 0):
+            got = comm.bcast(jax.numpy.ones(3) if comm.rank == 0 else None)
+        assert isinstance(got, jax.Array if bits or comm.rank == 0 else np.ndarray)
+
+
+@each_rank_of("several")
+def test_an_op_may_be_a_member_of_an_enum(comm: ac.Communicator) -> None:
+    named = Enum("Named", {"TOTAL": "sum"}, type=str)
+    assert comm.allreduce(1.0, named.TOTAL if comm.rank else "sum") == comm.size  # type: ignore[arg-type]
+
+
+@each_rank_of("several")
+def test_a_result_is_on_a_device_that_has_elements(comm: ac.Communicator) -> None:
+    torch = pytest.importorskip("torch")
+    like = torch.ones(1, device="meta") if comm.rank else None
+    with pytest.raises(TypeError if comm.rank else ac.PeerError, match="meta device"):
+        comm.bcast(None if comm.rank else np.ones(3), like=like)
 
 
 def test_error_on_the_way_ends_the_communicator(
