@@ -43,6 +43,11 @@ def framework_code(source: BufferView) -> int:
     return _CODES.get(source.framework, 0) if source.device == CPU else 0
 
 
+def is_numpy(code: int) -> bool:
+    """Return whether a root's framework, by its number, is NumPy, or another that has no number."""
+    return code in (0, _CODES["numpy"])
+
+
 def like_root(kind: BufferView, code: int, dtype: DType) -> BufferView:
     """Return what the result is like, now that the framework and dtype of the root are known.
 

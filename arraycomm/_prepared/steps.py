@@ -11,6 +11,7 @@ from arraycomm._arrays.buffer import BufferView
 from arraycomm._arrays.frameworks.base import ByAddress
 from arraycomm._arrays.views import by_address
 from arraycomm._calls.operation import NO_SHARE, Operation, Share
+from arraycomm._calls.refusals import is_numpy
 from arraycomm._calls.runner import NO_HEADERS, OperationClass, Runner, prefix_of
 from arraycomm._collectives.movements import Bcast, FromRoot
 from arraycomm._dtypes import DType
@@ -81,6 +82,10 @@ def step_of(runner: Runner, made: Operation, x: Any, result: Any) -> Step | None
     if isinstance(made, FromRoot):
         compared, known = slice(None), found.array(made.root)
         if known is None or found.payload_bytes(made.root) < 0:
+            return None
+        # Else it may be of the root's framework once that is imported here, or has the dtype.
+        is_known = made.is_root or x is not None or made.out is not None
+        if not (is_known or is_numpy(found.raw_words(made.root)[0])):
             return None
         # What others pass to a scatter is not looked at.
         if not (plain or made.is_root or (made.whole and x is not None)):
