@@ -101,9 +101,27 @@ def kind_of(dtype: DType) -> Kind:
 
 
 def name_of(dtype: DType) -> str:
-    """Return the name that every framework uses for this dtype."""
+    """Return the name that every framework uses for this dtype; equal ones have one name."""
     info = BY_DTYPE.get(dtype)
-    return str(dtype) if info is None else info.name
+    return str(_laid_out(dtype)) if info is None else info.name
+
+
+def _laid_out(dtype: DType) -> DType:
+    """Return an equal dtype that does not say whether NumPy was asked to align a structure."""
+    if dtype.subdtype is not None:
+        base, shape = dtype.subdtype
+        return np.dtype((_laid_out(base), shape))
+    if not dtype.names or dtype.fields is None:
+        return dtype
+    fields = [dtype.fields[name] for name in dtype.names]
+    described = {
+        "names": dtype.names,
+        "formats": [_laid_out(field[0]) for field in fields],
+        "offsets": [field[1] for field in fields],
+        "titles": [field[2] if len(field) > 2 else None for field in fields],
+        "itemsize": dtype.itemsize,
+    }
+    return np.dtype(described)  # type: ignore[call-overload,no-any-return]
 
 
 @lru_cache(maxsize=1024)

@@ -253,7 +253,7 @@ def encode(
     if signature.leaves is not None:
         array = digest(tuple(map(tuple, signature.leaves)), signature.settings)
     elif signature.shape is not None:
-        array = digest(str(signature.dtype), signature.shape)
+        array = digest(name_of(signature.dtype), signature.shape)
     info = None if signature.dtype is None else BY_DTYPE.get(signature.dtype)
     dtype_code = 0 if info is None else info.code
     code = _codes.get(signature.operation, 0)

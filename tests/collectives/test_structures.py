@@ -10,6 +10,7 @@ import pytest
 
 import arraycomm as ac
 from arraycomm._communicator import Communicator
+from arraycomm._protocol.header import Signature, encode
 from tests.support.on_ranks import each_rank_of
 
 FIELDS = [("a", "<i4"), ("b", "<f8")]
@@ -80,3 +81,15 @@ def test_long_doubles_are_refused(comm: Communicator, dtype) -> None:
         for value in (x, x[0]):
             with pytest.raises(TypeError, match="a long double to float64 or complex128"):
                 call(value)
+
+
+def test_equal_structures_are_one_to_the_ranks() -> None:
+    """NumPy's own alignment, which files do not keep, is no difference; an offset is one."""
+    aligned = np.dtype([("a", "i1"), ("b", "i4")], align=True)
+    spelled = {"names": ["a", "b"], "formats": ["i1", "i4"], "offsets": [0, 4], "itemsize": 8}
+    equal = [aligned, np.dtype(spelled), np.lib.format.descr_to_dtype(aligned.descr)]
+    equal += [np.dtype([("x", each, (2,))]) for each in equal]
+    found = [encode(Signature("bcast", None, 0, dtype, ()), -1) for dtype in equal]
+    assert found == [found[0]] * 3 + [found[3]] * 3
+    other = np.dtype({**spelled, "offsets": [4, 0]})
+    assert encode(Signature("bcast", None, 0, other, ()), -1) != found[0] != found[3]
