@@ -85,8 +85,9 @@ def exchange(x: Any, to: Any, *, copy: bool | None = None) -> Any:
 
 
 def _taken_over(x: Any, to: Any, copy: bool | None) -> Any:
-    if copy not in {None, True, False}:
+    if not isinstance(copy, bool | np.bool | None):
         raise ValueError(f"copy must be None, True or False; got {copy!r}")
+    copy = None if copy is None else bool(copy)
     origin = result_prototype(x, "x")
     like = _wanted(to, origin.device)
     if CPU != origin.device == like.device:
