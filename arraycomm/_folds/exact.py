@@ -55,6 +55,8 @@ def fold_exactly(dtype: DType, rows: Sequence[Array], out: Array) -> None:
 
 def add_rows(dtype: DType, x: Array, words: Array) -> None:
     """Add the rows of an array to the words of each column, one row of `words` for each."""
+    if not x.size:
+        return
     reals = _real_dtype(dtype)
     columns = np.ascontiguousarray(x).view(reals) if kind_of(dtype) is Kind.COMPLEX else x
     table = words.reshape(columns.shape[1], -1)
