@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
 from datetime import datetime
 from typing import Any, NamedTuple
@@ -14,7 +13,7 @@ from arraycomm._communicator import Communicator, runner_of
 from arraycomm._entries import entry
 from arraycomm._errors import naming
 from arraycomm._exit.exit import refuse_forked_child
-from arraycomm._session import is_initialized, world
+from arraycomm._session import is_initialized, world, write
 
 
 class _Line(NamedTuple):
@@ -40,19 +39,6 @@ class _Line(NamedTuple):
         values = (" " if self.sep is None else self.sep).join(map(str, self.values))
         end = "\n" if self.end is None else self.end
         return f"{f'{now} ' if self.timestamp else ''}{place}{values}{end}"
-
-    def write(self, text: str) -> None:
-        """Write to the file, in one piece; characters that it cannot encode as escapes."""
-        file = sys.stdout if self.file is None else self.file
-        if file is None:
-            # Programs without a console have no standard output.
-            return
-        try:
-            file.write(text)
-        except UnicodeEncodeError as error:
-            file.write(text.encode(error.encoding, "backslashreplace").decode(error.encoding))
-        if callable(flush := getattr(file, "flush", None)):
-            flush()
 
 
 def _checked(ranks: int | Iterable[int], size: int) -> list[int]:
@@ -121,10 +107,10 @@ def println(
         refuse_forked_child("println")
         line = _Line(values, sep, end, file, ranks, bool(timestamp))
         with naming("println"):
-            line.write(line.text(0, 1))
+            write(line.text(0, 1), file)
         return
     comm = comm or world()
     line = _Line(values, sep, end, file, ranks, timestamp is None or bool(timestamp))
     lines = runner_of(comm).call(Println, line)
     if comm.rank == 0:
-        line.write("".join(lines))
+        write("".join(lines), file)

@@ -34,6 +34,20 @@ from arraycomm._trace.trace import begin_world, end_world
 from arraycomm._transports.notes import FAILED, GAVE_UP
 
 
+def write(text: str, file: Any = None) -> None:
+    """Write in one piece, to standard output by default; what cannot be encoded as escapes."""
+    file = sys.stdout if file is None else file
+    if file is None:
+        # Programs without a console have no standard output.
+        return
+    try:
+        file.write(text)
+    except UnicodeEncodeError as error:
+        file.write(text.encode(error.encoding, "backslashreplace").decode(error.encoding))
+    if callable(flush := getattr(file, "flush", None)):
+        flush()
+
+
 class _Session:
     """The world that `init` has made in this process, and the arguments it was made with."""
 
@@ -47,8 +61,7 @@ class _Session:
     def show(self, verbose: bool) -> None:
         """Print on rank 0 how the ranks communicate, if that was asked for."""
         if verbose and self.world is not None and self.world.rank == 0:
-            sys.stdout.write("".join(f"arraycomm: {fact}\n" for fact in self.facts))
-            sys.stdout.flush()
+            write("".join(f"arraycomm: {fact}\n" for fact in self.facts))
 
     def end(self) -> None:
         """Forget the world; called in forked children as well."""

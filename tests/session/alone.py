@@ -129,6 +129,9 @@ def verbose_prints_a_line_for_each_fact() -> None:
         "arraycomm: timeout: none",
         f"arraycomm: native part: {'none' if compiled is None else compiled.levels()[-1]}",
     ]
+    with redirect_stdout(None):
+        # As in a program whose output was closed before it began.
+        ac.init(verbose=True)
     ac.finalize()
     with pytest.raises(TypeError, match="init: verbose must be True or False; got 1"):
         ac.init(verbose=1)  # type: ignore[arg-type]
