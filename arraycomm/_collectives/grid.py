@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from arraycomm._arrays.typing import ArrayT
+from arraycomm._calls.arguments import check_integer
 from arraycomm._calls.operation import Context
 from arraycomm._calls.requests import ProcessBound, Request
 from arraycomm._calls.runner import Runner
@@ -101,7 +102,7 @@ class GridCalls(ProcessBound):
             raise ValueError(f"shift: axis must be a dimension of {self.dims}; got {axis}")
         at = np.array(self.coords)
         step = np.zeros_like(at)
-        step[axis] = steps
+        step[axis] = check_integer(steps, "shift: steps must be an integer")
         return self.rank_at(tuple(at - step)), self.rank_at(tuple(at + step))
 
     @property

@@ -67,6 +67,8 @@ class Blocks:
             return
         count, (blocks, out) = self._count, self._given
         blocks, out = list(blocks), [None] * count if out is None else list(out)
+        # If one is wrong, the full call looks again, and an iterator has nothing left.
+        self._given = blocks, out
         if not len(blocks) == len(out) == count:
             name, given = ("out", out) if len(blocks) == count else ("blocks", blocks)
             raise ValueError(

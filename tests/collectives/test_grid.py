@@ -35,6 +35,8 @@ def test_wrong_grids_are_errors_on_every_rank(comm: Communicator) -> None:
         grid.rank_at((0, 0))
     with pytest.raises(ValueError, match=r"shift: axis must be a dimension"):
         grid.shift(1)
+    with pytest.raises(TypeError, match=r"shift: steps must be an integer; got 1\.5"):
+        grid.shift(0, 1.5)  # type: ignore[arg-type]
     with pytest.raises(ac.MismatchError, match=r"grid\(dims=.*periods="):
         comm.grid((0, 1) if comm.rank else (1, 0))
 
@@ -89,10 +91,13 @@ def test_neighbors_exchange_in_place_and_like_the_blocks(comm: Communicator, tor
 def test_a_wrong_exchange_is_an_error_on_every_rank(comm: Communicator) -> None:
     grid = comm.grid(1, True)
     u, last = np.zeros((4, 4)), comm.rank == comm.size - 1
+    for _ in range(3):
+        grid.neighbor_alltoall([1, 2])
     for wrong, text in (
         ({"blocks": [1]}, "blocks must be 2 arrays, two for each dimension; got 1"),
         ({"blocks": [1, 2], "out": [u]}, "out must be 2 arrays, two for each dimension; got 1"),
         ({"blocks": [1, "a"]}, "x must be an array"),
+        ({"blocks": iter([1, "a"])}, "x must be an array"),
         ({"blocks": [1, 2], "out": [u[0], u[:, 0]]}, "out share elements"),
     ):
         raised = (TypeError, ValueError) if last else ac.PeerError
