@@ -136,4 +136,5 @@ def _checked_name(dtype: DType, op: Any) -> str:
         return op.name
     check_op(op)
     check_reducible(dtype, op)
-    return str(op)
+    # Members of enums that are strings too have another `str`.
+    return str.__str__(op)
