@@ -204,7 +204,9 @@ def torch_refusal(x: Any) -> str | None:
 
 
 def torch_device(x: Any) -> Device:
-    """Return a tensor's device."""
+    """Return a tensor's device; raise for one that is on none."""
+    if x.is_meta:
+        raise TypeError("a tensor on the meta device has no elements; pass one of a real device")
     return CPU if x.is_cpu else (x.device.type, x.device.index or 0)
 
 
