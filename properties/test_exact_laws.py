@@ -147,10 +147,6 @@ def pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     return str(request.param)
 
 
-def test_no_columns_have_no_words() -> None:
-    exact.add_rows(np.dtype(np.float64), np.ones((3, 0)), np.empty(0, exact.WORD))
-
-
 @given(
     name=st.sampled_from(DTYPES),
     rows=st.integers(0, 40),

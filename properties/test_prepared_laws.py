@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from arraycomm import PeerError, Request, allreduce_gradients, allreduce_tree, testall
+from arraycomm import PeerError, Request, allreduce_gradients, allreduce_tree
 from arraycomm.testing import ArrayCase
 from arraycomm.testing import given as given_on_ranks
 from arraycomm.testing import strategies as ranked
@@ -115,46 +115,6 @@ def test_objects_that_repeat_arrive_equal(comm, turns, root) -> None:
             assert comm.allgather_object(local) == everyones
             at_root = comm.gather_object(local, root)
             assert at_root == (everyones if comm.rank == root else None)
-
-
-# How an array is changed that a call was made with.
-CHANGES: dict[str, Callable[[Any], Any]] = {
-    "": lambda _: None,
-    "shape": lambda x: setattr(x, "shape", (*x.shape, 1)),
-    "dtype": lambda x: setattr(x, "dtype", np.int64),
-    "shape of a tensor": lambda x: x.unsqueeze_(0),
-    "length of a tensor": lambda x: x.resize_(900),
-}
-
-
-started = st.lists(st.sampled_from([*CHANGES]), min_size=1, max_size=2)
-
-
-@given_on_ranks(
-    name=st.sampled_from(("allreduce", "allreduce", "reduce", "bcast")),
-    turns=st.lists(st.tuples(started, st.booleans()), min_size=1),
-)
-def test_what_becomes_of_an_array_is_no_matter_of_later_calls(comm, name, turns) -> None:
-    """Arrays are changed once their requests are finished, which are waited for then, or later."""
-    torch, part, made = pytest.importorskip("torch"), comm.dup(), 0
-    for turn, (changes, later) in enumerate(turns):
-        x = np.full(3, comm.rank + turn / 3)
-        passed = [torch.tensor(x) if "tensor" in kind else x.copy() for kind in changes]
-        want = getattr(comm, name)(x, timeout=60.0)
-        requests = [getattr(part, f"i{name}")(each) for each in passed]
-        while not testall(requests):
-            pass
-        for kind, each in zip(changes, passed, strict=True):
-            CHANGES[kind](each)
-        found = [] if later else [requests.pop(0).wait()]
-        found += [getattr(part, name)(like(x)) for like in (np.copy, torch.tensor) * 2]
-        for got in [*found, *(request.wait() for request in requests)]:
-            assert (got is None) is (want is None)
-            if got is not None:
-                assert (got.dtype.itemsize, tuple(got.shape)) == (8, want.shape)
-                np.testing.assert_array_equal(got, want)
-        made += len(changes) + 4
-        assert part.stats()[name]["calls"] == made
 
 
 # What a rank may pass in place of a tensor in plain memory; torch, and such a tensor.

@@ -252,7 +252,7 @@ def encode(
     shape: tuple[int, ...] = signature.shape or ()
     if signature.leaves is not None:
         array = digest(tuple(map(tuple, signature.leaves)), signature.settings)
-    elif signature.shape is not None:
+    elif signature.shape is not None and signature.dtype is not None:
         array = digest(name_of(signature.dtype), signature.shape)
     info = None if signature.dtype is None else BY_DTYPE.get(signature.dtype)
     dtype_code = 0 if info is None else info.code

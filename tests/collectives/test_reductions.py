@@ -9,6 +9,7 @@ import pytest
 import arraycomm as ac
 from arraycomm._communicator import Communicator
 from arraycomm._dtypes import BY_NAME
+from arraycomm._folds import exact
 from tests.support import internals
 from tests.support.on_ranks import each_rank_of
 from tests.support.oracle import same_bits, sample
@@ -53,3 +54,7 @@ def test_as_much_as_users_have_room_for_travels_with_the_header(comm: Communicat
         assert same_bits(other.plan([mine], "sum")([mine])[0], whole)
         rows = other.allgather(mine)
         assert all(same_bits(other.bcast(mine, root), rows[root]) for root in range(comm.size))
+
+
+def test_no_columns_have_no_words() -> None:
+    exact.add_rows(np.dtype(np.float64), np.ones((3, 0)), np.empty(0, exact.WORD))

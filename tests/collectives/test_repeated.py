@@ -9,10 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import strategies as st
 
 import arraycomm as ac
 from arraycomm._reduce import chunks, selection
 from arraycomm._transports.base import Transport
+from arraycomm.testing import given
 from tests.support import internals
 from tests.support.on_ranks import OnRanks, each_rank_of
 
@@ -137,17 +139,52 @@ def test_a_result_is_of_the_framework_that_there_is_by_now(comm: ac.Communicator
 
 
 @each_rank_of("several")
-def test_an_op_may_be_a_member_of_an_enum(comm: ac.Communicator) -> None:
-    named = Enum("Named", {"TOTAL": "sum"}, type=str)
+def test_an_op_may_be_of_an_enum_and_a_result_is_on_no_meta_device(comm: ac.Communicator) -> None:
+    named, torch = Enum("Named", {"TOTAL": "sum"}, type=str), pytest.importorskip("torch")
     assert comm.allreduce(1.0, named.TOTAL if comm.rank else "sum") == comm.size  # type: ignore[arg-type]
-
-
-@each_rank_of("several")
-def test_a_result_is_on_a_device_that_has_elements(comm: ac.Communicator) -> None:
-    torch = pytest.importorskip("torch")
     like = torch.ones(1, device="meta") if comm.rank else None
     with pytest.raises(TypeError if comm.rank else ac.PeerError, match="meta device"):
         comm.bcast(None if comm.rank else np.ones(3), like=like)
+
+
+# How an array is changed that a call was made with.
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "": lambda _: None,
+    "shape": lambda x: setattr(x, "shape", (*x.shape, 1)),
+    "dtype": lambda x: setattr(x, "dtype", np.int64),
+    "shape of a tensor": lambda x: x.unsqueeze_(0),
+    "length of a tensor": lambda x: x.resize_(900),
+}
+
+
+started = st.lists(st.sampled_from([*CHANGES]), min_size=1, max_size=2)
+
+
+@given(
+    name=st.sampled_from(("allreduce", "allreduce", "reduce", "bcast")),
+    turns=st.lists(st.tuples(started, st.booleans()), min_size=1),
+)
+def test_what_becomes_of_an_array_is_no_matter_of_later_calls(comm, name, turns) -> None:
+    """Arrays are changed once their requests are finished, which are waited for then, or later."""
+    torch, part, made = pytest.importorskip("torch"), comm.dup(), 0
+    for turn, (changes, later) in enumerate(turns):
+        x = np.full(3, comm.rank + turn / 3)
+        passed = [torch.tensor(x) if "tensor" in kind else x.copy() for kind in changes]
+        want = getattr(comm, name)(x, timeout=60.0)
+        requests = [getattr(part, f"i{name}")(each) for each in passed]
+        while not ac.testall(requests):
+            pass
+        for kind, each in zip(changes, passed, strict=True):
+            CHANGES[kind](each)
+        found = [] if later else [requests.pop(0).wait()]
+        found += [getattr(part, name)(like(x)) for like in (np.copy, torch.tensor) * 2]
+        for got in [*found, *(request.wait() for request in requests)]:
+            assert (got is None) is (want is None)
+            if got is not None:
+                assert (got.dtype.itemsize, tuple(got.shape)) == (8, want.shape)
+                np.testing.assert_array_equal(got, want)
+        made += len(changes) + 4
+        assert part.stats()[name]["calls"] == made
 
 
 def test_error_on_the_way_ends_the_communicator(

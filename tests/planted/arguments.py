@@ -264,8 +264,8 @@ ARGUMENTS: Final = (
     Fault(
         "lines turned round: `println` writes the last rank's line first",
         "arraycomm/_println.py",
-        '        line.write("".join(lines))',
-        '        line.write("".join(reversed(lines)))',
+        '        write("".join(lines), file)',
+        '        write("".join(reversed(lines)), file)',
         _LINES,
     ),
     Fault(

@@ -112,8 +112,8 @@ HEADERS: Final = (
     Fault(
         "shape not compared: headers are alike if shapes differ in axes of length 1",
         _HEADER,
-        "        array = digest(str(signature.dtype), signature.shape)",
-        "        array = digest(str(signature.dtype), sorted(n for n in signature.shape if n != 1))",
+        "        array = digest(name_of(signature.dtype), signature.shape)",
+        "        array = digest(name_of(signature.dtype), sorted(n for n in signature.shape if n != 1))",
         _DISAGREEMENT,
     ),
     Fault(
