@@ -204,7 +204,10 @@ class Distributed:
             )
 
         def rebuild(leaves: list[Any]) -> Distributed:
-            [vars(self)["_optimizer"]] = leaves
+            # Maybe another object, as of a dataclass. It is the same on all ranks: none is behind.
+            [optimizer] = leaves
+            vars(self).update(_optimizer=optimizer, _inputs=StepInputs(optimizer, is_sharded=False))
+            self._gradients.failed_steps = 0
             return self
 
         return [self._optimizer], rebuild

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -102,6 +104,28 @@ def test_a_learning_rate_set_later_counts(comm: ac.Communicator, through: str) -
     assert plain.rate == wrapped.rate == 0.5
     params = wrapped.update(zeros(), gradients(comm.rank, 0))["a"]
     np.testing.assert_array_equal(params, -0.5 * reduced(2, 0, "mean")["a"], strict=True)
+
+
+@each_rank_of(2)
+def test_a_dataclass_that_was_synchronized_is_what_steps_depend_on(comm: ac.Communicator) -> None:
+    @dataclass
+    class Rated:
+        rate: float
+
+        def update(self, params: Any, grads: Any) -> Any:
+            if comm.rank and grads[0] > 1:
+                raise FloatingPointError("too large")
+            return params - self.rate * grads
+
+    optimizer, params = ac.DistributedOptimizer(Rated(1.0 + comm.rank), comm=comm), np.zeros(2)
+    params, optimizer = ac.synchronize((params, optimizer), comm=comm)
+    with suppress(FloatingPointError):
+        params = optimizer.update(params, np.full(2, 2.0))
+    params, optimizer = ac.synchronize((params, optimizer), comm=comm)
+    assert optimizer.update(params, np.ones(2)).tolist() == [-3.0, -3.0]
+    optimizer.rate = 1.0 + comm.rank
+    with pytest.raises(ac.MismatchError, match="rate is not the same on all ranks"):
+        optimizer.update(params, np.ones(2))
 
 
 @each_rank_of(3)
