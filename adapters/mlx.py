@@ -31,7 +31,7 @@ class Distributed(plain.Distributed):
     @staticmethod
     def _find_methods(optimizer: Any) -> dict[str, plain.Method]:
         # Not looked for as on other objects: a MultiOptimizer raises if it is asked for `step`.
-        return {"update": plain.Method(None, takes_state=False)}
+        return {"update": plain.Method(None)}
 
     def _inputs_of(self, params: Any, state: Any) -> Any:
         trained = params.trainable_parameters() if isinstance(params, Module) else params

@@ -98,18 +98,18 @@ def _signature_of(method: Any) -> inspect.Signature | None:
         return None
 
 
-def _takes_state(method: Any) -> bool:
-    """Return whether the argument after the gradients is the optimizer's state."""
+def _state_argument(method: Any) -> str | None:
+    """Return the name of the argument after the gradients, if that is the optimizer's state."""
     signature = _signature_of(method)
     names = [] if signature is None else list(signature.parameters)
-    return len(names) > 2 and "state" in names[2]
+    return names[2] if len(names) > 2 and "state" in names[2] else None
 
 
 class Method(NamedTuple):
-    """A method of the protocol: why it cannot be called, if so, and whether it takes the state."""
+    """A method of the protocol: why it cannot be called, and what it calls the state, if so."""
 
     refusal: str | None
-    takes_state: bool
+    state: str | None = None
 
 
 class Distributed:
@@ -138,9 +138,7 @@ class Distributed:
     @staticmethod
     def _find_methods(optimizer: Any) -> dict[str, Method]:
         return {
-            name: Method(
-                _refusal(optimizer, name), takes_state=_takes_state(_method(optimizer, name))
-            )
+            name: Method(_refusal(optimizer, name), _state_argument(_method(optimizer, name)))
             for name in _methods_of(optimizer)
         }
 
@@ -152,15 +150,16 @@ class Distributed:
 
     def _step(self, name: str, params: Any, grads: Any, *args: Any, **kwargs: Any) -> Any:
         method = _method(self._optimizer, name)
-        refusal, takes_state = self._methods[name]
-        if self._sharding is not None and takes_state:
+        refusal, of_state = self._methods[name]
+        if self._sharding is not None and of_state is not None:
             refusal = (
                 f"{type(self._optimizer).__name__}.{name} takes the state as an argument, of which "
                 "a sharded optimizer keeps a part; let the object keep it, or pass shard=False"
             )
         if refusal is not None:
             self._gradients.fail(TypeError(f"DistributedOptimizer: {refusal}"))
-        state = (args[0] if args else kwargs.get("state")) if takes_state else None
+        passes_state = of_state is not None and (bool(args) or of_state in kwargs)
+        state = (args[0] if args else kwargs[of_state]) if passes_state else None
         complete, reduced = self._gradients.add(grads, None, self._inputs_of(params, state))
         if complete:
             with self._gradients.taking_step():
@@ -169,7 +168,7 @@ class Distributed:
                 return self._sharding.update(
                     lambda own, grads: method(own, grads, *args, **kwargs), params, reduced
                 )
-        return (params, state) if takes_state and (args or "state" in kwargs) else params
+        return (params, state) if passes_state else params
 
     def _inputs_of(self, params: Any, state: Any) -> Callable[[], Inputs]:
         """Return what returns what a step depends on, given its arguments."""

@@ -33,6 +33,11 @@ class WithState:
         return SGD().update(params, grads), state + 1
 
 
+class WithStateOfItsOwnName:
+    def update(self, params: Gradients, grads: Gradients, opt_state: int) -> Any:
+        return WithState().update(params, grads, opt_state)
+
+
 class InPlace:
     def step(self, params: Gradients, grads: Gradients) -> None:
         for name in params:
@@ -62,6 +67,10 @@ PROTOCOL: dict[str, tuple[Any, Any]] = {
     "in place": (InPlace, _in_place),
     "state": (WithState, lambda optimizer, *args: optimizer.update(*args, 7)[0]),
     "state by name": (WithState, lambda optimizer, *args: optimizer.update(*args, state=7)[0]),
+    "state by its own name": (
+        WithStateOfItsOwnName,
+        lambda optimizer, *args: optimizer.update(*args, opt_state=7)[0],
+    ),
     "function": (lambda: _sgd, lambda optimizer, *args: optimizer(*args)),
     "partial": (lambda: functools.partial(_sgd, rate=0.1), lambda o, *args: o(*args)),
     "called object": (_Called, lambda optimizer, *args: optimizer(*args)),
