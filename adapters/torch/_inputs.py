@@ -60,7 +60,11 @@ class StepInputs:
             self._scaler = weakref.ref(scaler)
         optimizer = self._optimizer()
         groups = () if optimizer is None else optimizer.param_groups
-        values = [value for group in groups for key, value in group.items() if key != "params"]
+        values = [
+            len(value) if key == "params" else value
+            for group in groups
+            for key, value in group.items()
+        ]
         held = [value for value in values if plain(value)]
         # A tensor may have another value, and a list other elements, and be the same object.
         may_change = any(isinstance(value, torch.Tensor | list) for value in values)

@@ -124,6 +124,18 @@ def torch_plateau_of_own_losses(comm: Comm, wrong: bool) -> None:
     steps(comm, model, optimizer, then=lambda n: schedule.step(1.0 if wrong else 1 - 0.1 * n))
 
 
+@way(r"the number of parameters of group 0 .*: 2, .*: 1, ")
+def torch_moved_to_another_group(comm: Comm, wrong: bool) -> None:
+    model = net()
+    groups = [{"params": [*layer.parameters()]} for layer in model]
+    optimizer = distributed(comm, torch.optim.SGD(groups, lr=0.01))
+    first, second = (group["params"] for group in optimizer.param_groups[:2])
+    steps(comm, model, optimizer, 1)
+    if wrong:
+        second.insert(0, first.pop())
+    steps(comm, model, optimizer)
+
+
 @way(r"lr of group 0")
 def torch_lr_assigned(comm: Comm, wrong: bool) -> None:
     model = net()
