@@ -147,7 +147,9 @@ def _putter(group: dict[str, Any], key: str) -> Callable[[Any], None]:
         if isinstance(group[key], torch.Tensor):
             group[key].fill_(value)
         else:
-            group[key] = tuple(value) if isinstance(value, list) else value
+            # What comes as JSON has no tuples.
+            was_tuple = isinstance(value, list) and isinstance(group[key], tuple)
+            group[key] = tuple(value) if was_tuple else value
 
     return put
 

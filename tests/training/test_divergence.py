@@ -668,12 +668,15 @@ def test_ranks_without_data_take_steps_with_the_hyperparameters_of_the_others(co
         with ac.join(comm) as joined:
             for step in range(2 + 2 * comm.rank):
                 optimizer.zero_grad()
+                optimizer.param_groups[0]["of a list"] = [0.5, float(step)]
                 loss = model(torch.full((2, 4), 1.0 + step)).square().mean()
                 scaler.scale(loss).backward()
                 scaler.step(optimizer)
                 scaler.update()
                 schedule.step()
         joined.synchronize(schedule)
+        # Not the tuple for which other ranks would take it.
+        assert type(optimizer.param_groups[0]["of a list"]) is list
     trained = [p.detach().flatten().tolist() for p in model.parameters()]
     steps_taken = 2 * 2 * comm.size
     assert schedule.get_last_lr()[0] == pytest.approx(0.001 * 0.8**steps_taken)
