@@ -124,10 +124,8 @@ class Join(Block, Guard, ProcessBound):
         try:
             if error is None:
                 self._shadow()
-            elif not isinstance(error, Exception):
-                group_of(self._comm).close(error)
-            elif not self._is_reported(error):
-                self._runner.fail(Shadow.name, error)
+            else:
+                self._tell(error)
         finally:
             self._runner.set_guard(None)
             registry_of(self._comm).join = None
@@ -175,7 +173,18 @@ class Join(Block, Guard, ProcessBound):
                 # They have exchanged parameters as this rank has, which is over for all.
                 optimizer.rounds.note_others(others=False)
             if optimizer is not None and optimizer.steps is not None and step.total:
-                optimizer.steps.follow(step.gradients, json.loads(step.settings or "[]"))
+                try:
+                    optimizer.steps.follow(step.gradients, json.loads(step.settings or "[]"))
+                except BaseException as error:
+                    self._tell(error)
+                    raise
+
+    def _tell(self, error: BaseException) -> None:
+        """Make the other ranks' calls raise because of what ends this rank's block."""
+        if not isinstance(error, Exception):
+            group_of(self._comm).close(error)
+        elif not self._is_reported(error):
+            self._runner.fail(Shadow.name, error)
 
     def _take_over(self) -> None:
         """Find a rank that took part in the last step, and go on with its hyperparameters."""
@@ -189,7 +198,7 @@ class Join(Block, Guard, ProcessBound):
             if number in taking:
                 taking[number].adopt(taken)
 
-    def _is_reported(self, error: BaseException | None) -> bool:
+    def _is_reported(self, error: BaseException) -> bool:
         return any(
             isinstance(link, ArrayCommError) or any(link is known for known in self._reported)
             for link in chain_of(error)

@@ -177,6 +177,26 @@ def test_what_is_wrong_in_one_block_raises_in_all(comm: Communicator, wrong, sha
     assert comm.allreduce(1) == comm.size
 
 
+@alone
+@each_rank_of("several", "torch")
+def test_an_error_of_a_step_taken_without_data_raises_in_all(
+    comm: Communicator, torch: Any
+) -> None:
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = ac.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), comm=comm)
+    optimizer.register_step_post_hook(lambda *_: 1 / comm.rank)
+
+    def block() -> None:
+        with ac.join(comm):
+            for _ in range(3 * comm.rank):
+                weight.sum().backward()
+                optimizer.step()
+
+    with pytest.raises(ac.PeerError if comm.rank else ZeroDivisionError):
+        block()
+    assert comm.allreduce(1) == comm.size
+
+
 @each_rank_of("several")
 def test_an_error_that_the_block_handles_is_over(comm: Communicator) -> None:
     with ac.join(comm):
