@@ -330,13 +330,19 @@ class Parameters:
         """Return whether the gradients of these parameters are None or zeros by now."""
         return all(self.slots[n].was_zeroed(self.tensors[n].grad) for n in numbers)
 
-    def note_skipped(self) -> None:
-        """Go on to the next step if the gradients of this one have been zeroed without it."""
+    def note_skipped(self, *, stepping: bool = False) -> None:
+        """Go on to the next step if the gradients of this one have been zeroed without it.
+
+        In a step, zeros are what the program has made of reduced gradients, as by clipping.
+        """
         virtual = self.gradients.virtual
         if virtual is not None and virtual.is_complete and not virtual.is_last:
             # There are none until the last round.
             return
-        if self.touched and self.are_zeroed(self.touched):
+        are_gone = self.are_zeroed(self.touched)
+        if stepping:
+            are_gone = all(self.tensors[number].grad is None for number in self.touched)
+        if self.touched and are_gone:
             self.finish_step(skipped=True)
 
     def finish_step(self, *, skipped: bool = False) -> None:

@@ -57,8 +57,8 @@ class Reducer:
             return self._joined.step()
         self._joined.check_over()
         if gradients.virtual is None:
-            # A step ends the round of virtual ranks, also if clipping has made zeros of gradients.
-            parameters.note_skipped()
+            # A step ends the round of virtual ranks, also if there are no gradients.
+            parameters.note_skipped(stepping=True)
         if gradients.sums.keeps:
             self._keep()
             return False
@@ -123,7 +123,7 @@ class Reducer:
         if gradients.joined:
             self._joined.step()
             return
-        self.note_skipped()
+        self._parameters.note_skipped(stepping=True)
         self._rounds.run_with_others()
         self._parameters.forget_reduced()
         gradients.rounds.next_evaluation()

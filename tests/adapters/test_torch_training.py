@@ -141,6 +141,22 @@ def weight_and_optimizer(comm: ac.Communicator, **options: Any) -> tuple[Any, An
     return weight, ac.DistributedOptimizer(optimizer, comm=comm, op="sum", **options)
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
+@each_rank_of(2)
+def test_clipped_zeros_are_gradients_of_a_step(comm: ac.Communicator, accumulate: int) -> None:
+    weight, optimizer = weight_and_optimizer(comm, accumulate=accumulate)
+    weight.data += 1
+    optimizer.param_groups[0]["weight_decay"] = 0.5
+    for step in range(2 * accumulate):
+        optimizer.zero_grad()
+        if comm.rank == 0 or accumulate > 1:
+            (0 * weight).sum().backward()
+        if weight.grad is not None and step % accumulate == accumulate - 1:
+            torch.nn.utils.clip_grad_norm_([weight], 1.0)
+        optimizer.step()
+    assert weight.tolist() == [0.25, 0.25]
+
+
 @each_rank_of(3)
 def test_gradients_are_reduced_when_backward_returns(comm: ac.Communicator) -> None:
     weight, optimizer = weight_and_optimizer(comm)
