@@ -78,6 +78,18 @@ class Buffered:
         return params - grads
 
 
+@each_rank_of(2, "optax")
+def test_a_dict_of_transformations_may_be_filled_in_any_order(comm: Comm, optax: Any) -> None:
+    names = ["a", "b"][:: 1 - 2 * comm.rank]
+    rates, params = {"a": 0.5, "b": 0.25}, {"a": np.zeros(2), "b": np.zeros(2)}
+    plain = optax.multi_transform({n: optax.sgd(rates[n]) for n in names}, {"a": "a", "b": "b"})
+    optimizer = distributed(comm, plain)
+    changes, _ = optimizer.update(dict.fromkeys(params, np.ones(2)), optimizer.init(params), params)
+    assert {name: change.tolist() for name, change in changes.items()} == {
+        name: [-rate] * 2 for name, rate in rates.items()
+    }
+
+
 def of_torch(**options: Any) -> Callable[[Comm, str], None]:
     def train(comm: Comm, key: str) -> None:
         model = net()

@@ -51,7 +51,9 @@ def _walk(value: Any, name: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
         for each in value:
             yield from _walk(each, name, seen)
     elif isinstance(value, dict | list):
-        for each in value.values() if isinstance(value, dict) else value:
+        # In an order that does not depend on how a dict was filled.
+        is_dict = isinstance(value, dict)
+        for each in [value[key] for key in sorted(value, key=str)] if is_dict else value:
             if callable(each) or isinstance(each, tuple):
                 yield from _walk(each, name, seen)
 
