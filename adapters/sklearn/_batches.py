@@ -173,7 +173,7 @@ def _text(value: Any) -> str:
     if isinstance(value, _GENERATORS):
         return type(value).__name__
     if isinstance(value, Mapping):
-        return str({key: _text(v) for key, v in value.items()})
+        return str({key: _text(value[key]) for key in sorted(value, key=repr)})
     if isinstance(value, list | tuple):
         return str([_text(v) for v in value])
     return str(getattr(value, "__qualname__", value)) if callable(value) else repr(value)

@@ -428,6 +428,9 @@ def test_ranks_that_bring_different_things_are_told_so(comm: Communicator) -> No
         ("hyperparameters: .*priors=array of", GaussianNB(priors=priors), X, Y),
         ("numbers of features: .*: 63", StandardScaler(), X[:, last:], Y),
         ("dtypes of classes: .*: <U1", GaussianNB(), X, letters),
+    weights = dict(sorted(enumerate(np.ones(10).tolist()), reverse=last))
+    ordered = SGDClassifier(class_weight=weights, random_state=0)
+    partial_fit(ordered, X[:50], Y[:50], classes=np.arange(10), comm=comm)
         ("states of the estimator: .*; begin with new estimators", learned, X, Y),
     ):
         before, prefix = digest(learnt(estimator)), "partial_fit: the ranks have different"
