@@ -27,6 +27,24 @@ _MOMENTS: Final = ("velocities", "ms", "vs")
 _SINCE: Final = "_arraycomm_t"
 
 
+class _Count(float):
+    """How much an estimator has learnt since it began, and since it was averaged.
+
+    `partial_fit` adds to it; `fit` begins with a number of its own. It is saved as a number.
+    """
+
+    __slots__ = ()
+
+    def __add__(self, other: float) -> _Count:
+        return _Count(float(self) + other)
+
+    def __deepcopy__(self, memo: object) -> _Count:
+        return self
+
+    def __reduce__(self) -> tuple[type[float], tuple[float]]:
+        return float, (float(self),)
+
+
 def fit_locally(
     estimator: Any, batch: Batch, classes: Any, leader: int, comm: ac.Communicator
 ) -> Any:
@@ -84,7 +102,7 @@ def average_over_ranks(
         array[...] = mean
     if losses:
         _agree_on_loss(state, float(loss), before, estimator.tol)
-    state[_SINCE] = state["t_"]
+    state[_SINCE] = state["t_"] = _Count(state["t_"])
     vars(estimator).update(state)
 
 
@@ -113,6 +131,7 @@ def _agree_on_loss(state: dict[str, Any], loss: float, before: dict[str, Any], t
 def samples_since(estimator: Any) -> float:
     """Return how many samples an estimator has learnt from since it was averaged."""
     start = 0.0 if isinstance(estimator, _NETWORKS) else 1.0
-    now, since = (float(getattr(estimator, name, start)) for name in ("t_", _SINCE))
+    now, since = (getattr(estimator, name, start) for name in ("t_", _SINCE))
     # The estimator's own `fit` begins anew.
-    return now - since if now >= since else now - start
+    goes_on = now >= since and isinstance(now, _Count) >= isinstance(since, _Count)
+    return float(now) - float(since if goes_on else start)

@@ -305,7 +305,15 @@ def test_average_counts_what_each_rank_has_learnt_since() -> None:
         average(estimator, comm=comm)
         with pytest.raises(ValueError, match="average: no rank has a sample"):
             average(estimator, comm=comm)
-        return common.coef_, own, estimator.coef_
+        counted = estimator.coef_
+        for _ in range(2):
+            # Begins anew, whatever was averaged before.
+            estimator.set_params(tol=None, max_iter=3).fit(x[:10], y[:10] + comm.rank)
+            of_this_rank = estimator.coef_.copy()
+            average(estimator, comm=comm)
+        mean = comm.allreduce(of_this_rank, "mean")
+        np.testing.assert_allclose(estimator.coef_, mean, rtol=0, atol=8 * EPS)
+        return common.coef_, own, counted
 
     common, own, averaged = (list(each) for each in zip(*run(3, learn), strict=True))
     first = [SGDRegressor(random_state=0).partial_fit(x[:n], y[:n]).coef_ for n in (10, 20)]
@@ -420,6 +428,9 @@ def test_ranks_that_bring_different_things_are_told_so(comm: Communicator) -> No
     learned = SGDClassifier()
     if last:
         learned.partial_fit(X[:50], Y[:50], classes=np.arange(10))
+    weights = dict(sorted(enumerate(np.ones(10).tolist()), reverse=last))
+    ordered = SGDClassifier(class_weight=weights, random_state=0)
+    partial_fit(ordered, X[:50], Y[:50], classes=np.arange(10), comm=comm)
     priors = np.full(10, 0.1) if last else None
     letters = Y.astype("U1") if last else Y
     for said, estimator, x, y in (
@@ -428,9 +439,6 @@ def test_ranks_that_bring_different_things_are_told_so(comm: Communicator) -> No
         ("hyperparameters: .*priors=array of", GaussianNB(priors=priors), X, Y),
         ("numbers of features: .*: 63", StandardScaler(), X[:, last:], Y),
         ("dtypes of classes: .*: <U1", GaussianNB(), X, letters),
-    weights = dict(sorted(enumerate(np.ones(10).tolist()), reverse=last))
-    ordered = SGDClassifier(class_weight=weights, random_state=0)
-    partial_fit(ordered, X[:50], Y[:50], classes=np.arange(10), comm=comm)
         ("states of the estimator: .*; begin with new estimators", learned, X, Y),
     ):
         before, prefix = digest(learnt(estimator)), "partial_fit: the ranks have different"
