@@ -178,7 +178,8 @@ class Slot:
             grad is not None
             and grad is self.sent is self.shown
             and self.base is None
-            and not (_left_out or grad.is_inference())
+            # Torch writes to several tensors only if none is a conjugate of its memory.
+            and not (_left_out or grad.is_inference() or grad.is_conj() or grad.is_neg())
             and _version_of(grad) == self.sent_version
             and is_alone(grad)
         )

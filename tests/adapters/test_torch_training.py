@@ -141,6 +141,15 @@ def weight_and_optimizer(comm: ac.Communicator, **options: Any) -> tuple[Any, An
     return weight, ac.DistributedOptimizer(optimizer, comm=comm, op="sum", **options)
 
 
+@each_rank_of(2)
+def test_a_gradient_may_be_a_conjugate(comm: ac.Communicator) -> None:
+    weight = torch.nn.Parameter(torch.ones(2, dtype=torch.complex64))
+    optimizer = ac.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), comm=comm)
+    (weight.conj() * (1 + 1j * comm.rank)).sum().real.backward()
+    optimizer.step()
+    assert weight.tolist() == [-0.5j, -0.5j]
+
+
 @pytest.mark.parametrize("accumulate", [1, 2])
 @each_rank_of(2)
 def test_clipped_zeros_are_gradients_of_a_step(comm: ac.Communicator, accumulate: int) -> None:
