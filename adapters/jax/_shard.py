@@ -79,7 +79,8 @@ class _Sharding:
             tuple(map(_type_of, extra_leaves)),
             extra_structure,
         )
-        part = self._part_of(division, types)
+        # Whether it can be sharded may be seen on some ranks alone.
+        part = self._shards.guarded(lambda: self._part_of(division, types))
         inputs = [*leaves, *state_leaves, *params_leaves, *extra_leaves]
         filled = [
             own if other is None else other for own, other in zip(inputs, part.others, strict=True)

@@ -551,6 +551,17 @@ def test_transformations_that_depend_on_the_shapes_of_other_leaves_are_refused(
 
 
 @each_rank_of(2)
+def test_a_refusal_that_one_rank_alone_sees_raises_on_all(comm: Any, optax: Any) -> None:
+    plain = optax.adafactor(0.1, min_dim_size_to_factor=2)
+    optimizer = ac.DistributedOptimizer(plain, comm=comm, shard=True)
+    shapes = {"b": 2, "t": 2, "w": (3, 2)}
+    params = {name: np.ones(shape, np.float32) for name, shape in shapes.items()}
+    with pytest.raises((TypeError, ac.PeerError), match="cannot be sharded"):
+        optimizer.update(params, optimizer.init(params), params)
+    assert comm.allreduce(1) == comm.size
+
+
+@each_rank_of(2)
 def test_states_that_depend_on_gradients_only_at_times_are_refused(comm, jax, optax) -> None:
     def update(updates: Any, state: Any, params: Any = None, *, peek: Any = None) -> Any:
         return updates, state if peek is None else state + peek * jax.tree.leaves(updates)[0][0, 0]
