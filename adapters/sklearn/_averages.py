@@ -27,7 +27,7 @@ _MOMENTS: Final = ("velocities", "ms", "vs")
 _SINCE: Final = "_arraycomm_t"
 
 
-class _Count(float):
+class _Count:
     """How much an estimator has learnt since it began, and since it was averaged.
 
     `partial_fit` adds to it; `fit` begins with a number of its own. It is saved as a number.
@@ -35,14 +35,32 @@ class _Count(float):
 
     __slots__ = ()
 
-    def __add__(self, other: float) -> _Count:
-        return _Count(float(self) + other)
+    def __add__(self, other: Any) -> Any:
+        return _counted(_plain(self) + other)
 
-    def __deepcopy__(self, memo: object) -> _Count:
+    def __deepcopy__(self, memo: object) -> Any:
         return self
 
-    def __reduce__(self) -> tuple[type[float], tuple[float]]:
-        return float, (float(self),)
+    def __reduce__(self) -> Any:
+        number = _plain(self)
+        return type(number), (number,)
+
+
+class _FloatCount(_Count, float):
+    __slots__ = ()
+
+
+class _IntCount(_Count, int):
+    __slots__ = ()
+
+
+def _plain(count: Any) -> Any:
+    return int(count) if isinstance(count, int) else float(count)
+
+
+def _counted(number: Any) -> Any:
+    """Return a count: networks have an integer, other estimators a float."""
+    return _IntCount(number) if isinstance(number, int) else _FloatCount(number)
 
 
 def fit_locally(
@@ -102,7 +120,7 @@ def average_over_ranks(
         array[...] = mean
     if losses:
         _agree_on_loss(state, float(loss), before, estimator.tol)
-    state[_SINCE] = state["t_"] = _Count(state["t_"])
+    state[_SINCE] = state["t_"] = _counted(state["t_"])
     vars(estimator).update(state)
 
 
