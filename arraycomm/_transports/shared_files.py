@@ -106,10 +106,12 @@ def share_opened(
     """Open one zeroed file on all ranks, which one `makes`; return None on all if one cannot."""
     for _ in range(2):
         own = make_file(nbytes) if makes else ""
-        found = opens(tell(own), nbytes)
-        opened = agree(found is not None)
-        if own:
-            close_file(own)
+        try:
+            found = opens(tell(own), nbytes)
+            opened = agree(found is not None)
+        finally:
+            if own:
+                close_file(own)
         if opened:
             return found
         need_names()

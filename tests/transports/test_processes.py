@@ -22,6 +22,7 @@ from arraycomm._transports.lives import Lives
 from arraycomm._transports.processes import transport as processes
 from arraycomm._transports.processes.rings import Ring
 from arraycomm._transports.processes.transport import ProcessesTransport, meet, memory_bytes
+from arraycomm._transports.shared_files import share_file
 from tests.support.on_ranks import alone
 
 # Nothing in it depends on what else runs.
@@ -219,3 +220,13 @@ def test_ranks_of_different_versions_are_told(monkeypatch: pytest.MonkeyPatch) -
         store.set(name, "another")
     with pytest.raises(ac.MismatchError, match="rank 1: another"):
         open_on_node(store, 0, 2, _ARGUMENTS)
+
+
+def test_file_is_closed_if_a_rank_dies_before_all_have_opened_it() -> None:
+    def agree(_: bool) -> bool:
+        raise ac.TransportError("rank 1 has died")
+
+    before = len(os.listdir("/dev/fd"))
+    with pytest.raises(ac.TransportError):
+        share_file(4096, lambda told: told, agree, makes=True)
+    assert len(os.listdir("/dev/fd")) == before
