@@ -5,14 +5,19 @@ from __future__ import annotations
 import ast
 import ctypes
 import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 pytest.importorskip("mpi4py.MPI", exc_type=ImportError)
 
+from mpi4py import MPI
+
 from arraycomm._transports.mpi import under_way
+from arraycomm._transports.mpi.notes import MpiNotes
 from tests.support import internals
 from tests.support.on_ranks import alone
 
@@ -57,3 +62,21 @@ def test_nothing_begins_otherwise() -> None:
             "Is_initialized",
             "Is_finalized",
         }
+
+
+def test_threads_never_look_at_one_message_at_once() -> None:
+    notes, looking, met = MpiNotes(MPI.COMM_SELF.Dup(), lambda: 0), threading.Lock(), list[bool]()
+
+    def test() -> bool:
+        met.append(not looking.acquire(blocking=False))
+        time.sleep(0.01)
+        return met[-1] or looking.release() is not None
+
+    vars(notes)["_sent"].append((SimpleNamespace(Test=test), b""))
+    threads = [threading.Thread(target=notes.ask_wait_status, args=([0],)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    notes.answer_requests()
+    assert set(met) == {False}

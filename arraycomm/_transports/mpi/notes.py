@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import struct
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Final
@@ -35,6 +36,8 @@ class MpiNotes(WaitReplies):
         # MPI may deliver an unread message to a later communicator that has reused this one's id.
         self._number = int.from_bytes(comm.bcast(os.urandom(7)), "little")
         self._sent: list[tuple[MPI.Request, bytes]] = []
+        # Held while MPI looks at these: two threads may wait at once, and a signal's handler.
+        self._posting = threading.RLock()
         self._own: ExitNotice | None = None
         self._notices: dict[int, ExitNotice] = {}
         super().__init__(comm.rank, comm.size, posted, self._post)
@@ -86,7 +89,8 @@ class MpiNotes(WaitReplies):
         data = text.encode(errors="replace")[-_MOST:]
         message = _MESSAGE.pack(self._number, kind, step, state, len(data)) + data
         try:
-            self._sent = [sent for sent in self._sent if not sent[0].Test()]
-            self._sent.append((self._comm.Isend([message, MPI.BYTE], peer, NOTES_TAG), message))
+            with self._posting:
+                self._sent = [sent for sent in self._sent if not sent[0].Test()]
+                self._sent.append((self._comm.Isend([message, MPI.BYTE], peer, NOTES_TAG), message))
         except MPI.Exception as error:
             raise translated(error) from error
