@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -20,9 +21,12 @@ from hypothesis import strategies as st
 import arraycomm as ac
 from arraycomm import Communicator
 from arraycomm._native import compiled
+from arraycomm._protocol.waits.progress import ProgressThread
+from arraycomm._transports.lives import Lives
+from arraycomm._transports.processes.transport import ProcessesTransport, memory_bytes
 from arraycomm.testing import given
 from arraycomm.testing import strategies as ranked
-from arraycomm.testing._ranks.rank_groups import RankGroup, lockstep_over
+from arraycomm.testing._ranks.rank_groups import RankGroup, Threads, lockstep_over
 from properties.test_laws import TIMEOUT
 from properties.test_machine import LAUNCHED
 from tests.support import internals
@@ -91,6 +95,7 @@ def message(count: int, value: float = 1.0) -> dict[str, Message]:
         "timeout": sent(lambda c, _: c.send(x(0), 1, timeout=1), lambda c, _: c.recv(0, timeout=1)),
         "isend": sent(lambda c, r: wait(r, c.isend(x(0), 1)), recv),
         "irecv": sent(send, lambda c, r: wait(r, c.irecv(0))),
+        "irecv of any": sent(send, lambda c, r: wait(r, c.irecv(ac.ANY_SOURCE, ac.ANY_TAG))),
         "sendrecv": (
             lambda c, _: c.sendrecv(x(c.rank), 1 - c.rank, 1 - c.rank),
             lambda c: x(1 - c.rank),
@@ -365,3 +370,53 @@ else:
 
     class TestThreads(GivingUp):
         pass
+
+    class TestProcesses(GivingUp):
+        def _group(self) -> RankGroup:
+            return Threads(over_rings)
+
+    def interrupted(part: str, source: Any, last: int) -> int:
+        """Stop a rank at a moment of a part of the library, as it waits for messages, and wait again.
+
+        Return how many moments there are.
+        """
+        ranks = [internals.communicator(link, timeout=1.0) for link in over_rings(2)]
+        moments, wrong = Moments(last, f"{PACKAGE}/{part}"), list[Any]()
+
+        def send(c: Communicator) -> None:
+            c.barrier()
+            with suppress(ac.ArrayCommError):
+                for request in [c.isend(np.full(3, value), 1) for value in (7.0, 8.0)]:
+                    request.wait()
+
+        def receive(c: Communicator) -> None:
+            requests = [c.irecv(source) for _ in range(2)]
+            c.barrier()
+            time.sleep(0.02)
+            with suppress(Stop, ac.TransportError):
+                for request, value in zip(requests, (7.0, 8.0), strict=True):
+                    try:
+                        got = moments.of(request.wait)
+                    except Stop:
+                        got = request.wait()
+                    wrong.extend([] if np.array_equal(got, np.full(3, value)) else [(last, got)])
+
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(lambda call, c: call(c), (send, receive), ranks))
+        assert not wrong
+        return moments.count
+
+    @pytest.mark.parametrize(
+        ("part", "source"), [("_transports/processes", 0), ("_messages/matching", ac.ANY_SOURCE)]
+    )
+    def test_a_wait_for_messages_interrupted_at_any_moment_goes_on_or_raises(
+        part: str, source: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        # So that all comes in the wait.
+        monkeypatch.setattr(ProgressThread, "refused", True)
+        for last in range(1, interrupted(part, source, -1) + 1):
+            interrupted(part, source, last)
+
+    def over_rings(size: int) -> list[ProcessesTransport]:
+        memory = np.zeros(memory_bytes(size), np.uint8)
+        return [ProcessesTransport(memory, rank, size, Lives({})) for rank in range(size)]

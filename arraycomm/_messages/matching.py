@@ -13,7 +13,7 @@ from functools import partial
 from typing import Final
 
 from arraycomm._dtypes import DType
-from arraycomm._transports.base import Bytes, Handle, Transport
+from arraycomm._transports.base import Bytes, Handle, Transport, Undivided
 
 
 class Wildcard(enum.Enum):
@@ -110,7 +110,7 @@ class Matcher:
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
         self._waiting: list[Receive] = []
-        self._lock = threading.Lock()
+        self._lock, self._giving = threading.Lock(), Undivided()
 
     def recv(self, buffer: Bytes, source: int | None, tags: range) -> Receive:
         """Receive a message from `source`, or from any rank, with one of the tags."""
@@ -149,13 +149,15 @@ class Matcher:
     def match(self) -> None:
         """Give each message that has come to the first receive that takes it."""
         with self._lock:
+            # Also for a receive that was given a message, but could not begin.
+            self._giving.check()
             for receive in list(self._waiting):
                 while receive in self._waiting and self._match_one(receive):
                     pass
             while self._waiting and self._waiting[0].exact:
-                first = self._waiting.pop(0)
+                first = self._waiting[0]
                 assert first.source is not None
-                first.begin(self._transport, first.source, first.tag)
+                self._begin(first, first.source, first.tag)
 
     def _match_one(self, receive: Receive) -> bool:
         """Look for a message for this receive; an earlier one may take what is found."""
@@ -167,6 +169,11 @@ class Matcher:
         first = next((each for each in self._waiting if each.takes(source, tag)), None)
         if first is None:
             return False
-        self._waiting.remove(first)
-        first.begin(self._transport, source, tag)
+        self._begin(first, source, tag)
         return True
+
+    def _begin(self, receive: Receive, source: int, tag: int) -> None:
+        """Let a receive that waits wait no more."""
+        with self._giving:
+            self._waiting.remove(receive)
+            receive.begin(self._transport, source, tag)

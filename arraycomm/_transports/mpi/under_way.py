@@ -71,27 +71,6 @@ class Movement:
         return finished
 
 
-class Undivided:
-    """Blocks of Python that change what is under way: as a whole, or nobody goes on with it.
-
-    An interrupt may end such a block anywhere. Then every later one raises: a message would be
-    begun twice, or taken for another one.
-    """
-
-    _divided = False
-
-    def __enter__(self) -> None:
-        if self._divided:
-            raise TransportError(
-                "an interrupt came while this rank began or took messages between nodes; go on "
-                "with another communicator, for example one that dup() made before"
-            )
-        self._divided = True
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        self._divided = kind is not None
-
-
 def finish(begin: Callable[..., Any], *arguments: Any) -> Any:
     """Make an operation, wait, and return what `begin` returned.
 

@@ -14,7 +14,7 @@ from typing import Final
 
 import numpy as np
 
-from arraycomm._transports.base import Bytes, Handle, Transport
+from arraycomm._transports.base import Bytes, Handle, Transport, Undivided
 from arraycomm._transports.mailbox import Mailbox
 from arraycomm._transports.processes.rings import Ring, Transfer
 
@@ -45,6 +45,7 @@ class _Peer:
         self.outgoing: deque[_Frame] = deque()
         # Long messages that no receive has taken yet, with their numbers.
         self._untaken: list[tuple[Handle, int]] = []
+        self._taking = Undivided()
         self._begin()
 
     def _begin(self) -> None:
@@ -55,17 +56,23 @@ class _Peer:
     def pump(self) -> None:
         """Move frames as far as they go."""
         while self._coming.done():
-            if self._body is None:
-                self._body = np.empty(self._head[-1], np.uint8)
-                self._coming = Transfer(self._of, self._body, sending=False)
-            else:
-                self._deliver(self._body)
-                self._begin()
+            with self._taking:
+                self._take()
         for message, number in [entry for entry in self._untaken if entry[0].done()]:
-            self._untaken.remove((message, number))
+            # If an interrupt comes before the other, it is said twice.
             self.outgoing.append(_Frame(self.ring, (_TAKEN, 0, number)))
+            self._untaken.remove((message, number))
         while self.outgoing and self.outgoing[0].push():
             self.outgoing.popleft()
+
+    def _take(self) -> None:
+        """Take what has come: the head of a frame, or its body."""
+        if self._body is None:
+            self._body = np.empty(self._head[-1], np.uint8)
+            self._coming = Transfer(self._of, self._body, sending=False)
+        else:
+            self._deliver(self._body)
+            self._begin()
 
     def _deliver(self, body: Bytes) -> None:
         kind, tag, number, _ = self._head.tolist()
@@ -145,9 +152,8 @@ class Messages:
 
     def pump(self) -> None:
         """Move messages as far as they go, unless another thread does."""
-        if self._pumping.acquire(blocking=False):
-            try:
+        # An interrupt right after an acquire() that succeeded would leave the lock held for ever.
+        if not self._pumping.locked():
+            with self._pumping:
                 for peer in self._peers.values():
                     peer.pump()
-            finally:
-                self._pumping.release()

@@ -100,7 +100,8 @@ class ProcessesTransport(PartsTransport):
 
     def progress(self) -> None:
         for messages in self._family:
-            messages.pump()
+            with suppress(TransportError):
+                messages.pump()
 
     def split(self, color: int | None, members: Sequence[int]) -> Transport | None:
         opened = False
