@@ -88,6 +88,9 @@ def message(count: int, value: float = 1.0) -> dict[str, Message]:
     def recv(c: Communicator, _: Any) -> Any:
         return c.recv(0)
 
+    def send_object(c: Communicator, _: Any) -> None:
+        c.send_object(x(0), 1)
+
     return {
         "blocking": sent(send, recv),
         "out": sent(send, lambda c, _: c.recv(0, out=np.empty(count))),
@@ -96,6 +99,10 @@ def message(count: int, value: float = 1.0) -> dict[str, Message]:
         "isend": sent(lambda c, r: wait(r, c.isend(x(0), 1)), recv),
         "irecv": sent(send, lambda c, r: wait(r, c.irecv(0))),
         "irecv of any": sent(send, lambda c, r: wait(r, c.irecv(ac.ANY_SOURCE, ac.ANY_TAG))),
+        "objects": sent(send_object, lambda c, _: c.recv_object(0)),
+        "requests of objects": sent(
+            lambda c, r: wait(r, c.isend_object(x(0), 1)), lambda c, r: wait(r, c.irecv_object(0))
+        ),
         "sendrecv": (
             lambda c, _: c.sendrecv(x(c.rank), 1 - c.rank, 1 - c.rank),
             lambda c: x(1 - c.rank),
@@ -141,6 +148,7 @@ LOOKS = {"CALL", "CALL_FUNCTION_EX", "CALL_KW", "JUMP_BACKWARD", "RESUME"}
 # The functions with which a call begins, in these modules.
 BEGIN = {("fast_path", "call"), ("fast_path", "start"), ("runner", "call_within")}
 BEGIN |= {("messages", name) for name in ("send", "recv", "isend", "irecv", "sendrecv")}
+BEGIN |= {("calls", f"{name}_object") for name in ("send", "recv", "isend", "irecv")}
 
 
 class Moments:

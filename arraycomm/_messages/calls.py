@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 from arraycomm._arrays.typing import ReceivedT
 from arraycomm._calls.requests import ProcessBound, Request
 from arraycomm._entries import entries, entry
 from arraycomm._messages.matching import Status, Wildcard
 from arraycomm._messages.messages import Messenger, Pickled
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _ending(method: F) -> F:
+    """Let a call of messages end the group if it is interrupted; the others do so themselves."""
+
+    @functools.wraps(method)
+    def enter(self: MessageCalls, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(self, *args, **kwargs)
+        except BaseException as error:
+            self._messenger.leave_by(error)
+            raise
+
+    return cast(F, enter)
 
 
 @entries(trimmed=True)
@@ -144,7 +162,7 @@ class MessageCalls(ProcessBound):
             self._messenger.leave_by(error)
             raise
 
-    @entry
+    @_ending
     def send_object(
         self, obj: Any, dest: int | Wildcard, tag: int = 0, *, timeout: float | None = None
     ) -> None:
@@ -159,7 +177,7 @@ class MessageCalls(ProcessBound):
         """
         self._messenger.send(Pickled(obj), dest, tag, timeout=timeout)
 
-    @entry
+    @_ending
     def recv_object(
         self,
         source: int | Wildcard,
@@ -180,19 +198,19 @@ class MessageCalls(ProcessBound):
         """
         return self._messenger.recv(source, tag, Pickled(), None, status, timeout=timeout)
 
-    @entry
+    @_ending
     def isend_object(self, obj: Any, dest: int | Wildcard, tag: int = 0) -> Request[None]:
         """Start `send_object`; `obj` may be changed at once."""
         return self._messenger.isend(Pickled(obj), dest, tag)
 
-    @entry
+    @_ending
     def irecv_object(
         self, source: int | Wildcard, tag: int | Wildcard = 0, *, status: Status | None = None
     ) -> Request[Any]:
         """Start `recv_object`; the request returns the object, and fills `status`."""
         return self._messenger.irecv(source, tag, Pickled(), None, status)
 
-    @entry
+    @_ending
     def probe(
         self, source: int | Wildcard, tag: int | Wildcard = 0, *, timeout: float | None = None
     ) -> Status:
