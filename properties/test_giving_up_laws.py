@@ -22,6 +22,7 @@ import arraycomm as ac
 from arraycomm import Communicator
 from arraycomm._native import compiled
 from arraycomm._protocol.waits.progress import ProgressThread
+from arraycomm._transports import mailbox, threads
 from arraycomm._transports.lives import Lives
 from arraycomm._transports.processes.transport import ProcessesTransport, memory_bytes
 from arraycomm.testing import given
@@ -424,6 +425,47 @@ else:
         monkeypatch.setattr(ProgressThread, "refused", True)
         for last in range(1, interrupted(part, source, -1) + 1):
             interrupted(part, source, last)
+
+    @pytest.mark.parametrize(
+        ("size", "module", "call"),
+        [
+            (2, mailbox, lambda c, x: c.recv(0) if c.rank else c.send(x, 1)),
+            (9, threads, lambda c, out: c.allreduce(np.ones(200_000), out=out)),
+        ],
+        ids=["message", "reduction"],
+    )
+    def test_nobody_gets_what_a_rank_has_changed_after_it_gave_up(
+        size: int, module: Any, call: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        given, copy, changed, ready = np.ones(200_000), module.copy, threading.Event(), list[int]()
+
+        def late(into: Any, source: Any) -> None:
+            if np.may_share_memory(source, given):
+                time.sleep(0.05)
+                if ready:
+                    ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                        ctypes.c_ulong(ready.pop()), ctypes.py_object(Stop)
+                    )
+                changed.wait(5)
+            copy(into, source)
+
+        def rank(c: Communicator) -> None:
+            for _ in range(3):
+                call(c, np.ones(200_000))
+            if c.rank == 0:
+                ready.append(threading.get_ident())
+                with pytest.raises(Stop):
+                    call(c, given)
+                given[:] = -1
+                changed.set()
+            else:
+                with pytest.raises(ac.PeerError):
+                    call(c, np.ones(200_000))
+
+        monkeypatch.setattr(module, "copy", late)
+        ranks = [internals.communicator(link, timeout=10.0) for link in threads.make_group(size)]
+        with ThreadPoolExecutor(size) as pool:
+            list(pool.map(rank, ranks))
 
     def over_rings(size: int) -> list[ProcessesTransport]:
         memory = np.zeros(memory_bytes(size), np.uint8)

@@ -686,6 +686,9 @@ class Messenger:
             if len(data) > transport.copied:
                 self._group.watchdog.check_sender(source)
             yield from [transport.recv(piece, source, tag) for piece in cut(data)]
+            if len(data) > transport.copied:
+                # What it gave up may have changed since.
+                self._group.watchdog.check_sender(source)
         if wrong is not None:
             raise UndeliveredError(wrong)
         try:

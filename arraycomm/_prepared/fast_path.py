@@ -452,13 +452,16 @@ class LargeAllreduce(Exchanged):
             self._group.watchdog.current = self._current
             if self.exchange.meet():
                 source, target = x.reshape(-1), out.reshape(-1)
-                moving = allreduce(self._link, source, target, self._op)
-                self._engine.run(self._group.guarded(moving))
+                self._engine.run(self._group.guarded(self._moving(source, target)))
                 self._calls += 1
                 self._seconds += perf_counter() - started
             else:
                 out[...] = self.settle(x, None)
             return True
+
+    def _moving(self, source: Array, target: Array) -> Steps:
+        yield from allreduce(self._link, source, target, self._op)
+        self._group.watchdog.check_given_up()
 
     def count(self) -> Count:
         return Count("allreduce", self._calls, self._calls * self._nbytes, self._seconds)
