@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import MutableSequence
 from typing import Any, Final
 
 import numpy as np
@@ -104,7 +105,7 @@ class ControlChannel(_Counts):  # type: ignore[misc]
         self.mine = [slot.data for slot in mine]
         self.my_words = [slot.cast("q") for slot in self.mine]
         # Whether all ranks show the words of this one: others' slots may then lack them.
-        self.alike = [False, False]
+        self.alike: MutableSequence[Any] = [False, False]
         # What the ranks tell one another beside these steps.
         self.notes = Notes()
         # The last step in which a rank left a `raise_together` block by an exception, and how many

@@ -24,6 +24,7 @@ pytest.importorskip("mpi4py.MPI", exc_type=ImportError)
 from arraycomm._errors import TransportError
 from arraycomm._folds import in_c
 from arraycomm._native import compiled
+from arraycomm._protocol.header import Headers
 from arraycomm._transports.control import PAYLOAD, message_slot
 from arraycomm._transports.mpi import control as mpi_control
 from arraycomm._transports.mpi import nodes as mpi_nodes
@@ -315,6 +316,8 @@ class _Cluster:
             if number == late:
                 time.sleep(_LATE)
             out = rank.reduce(own[number], headers[number])
+            shown = map(Headers(rank.control).call_digest, range(self.size))
+            assert [word & 255 for word in shown] == [*map(_byte, headers, counts)]
             return out if rank.settled is None else rank.settled
 
         for got in self.each(one):

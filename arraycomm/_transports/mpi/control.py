@@ -49,9 +49,10 @@ class MpiControl(ControlChannel):
         super().__init__(rank, size, [*slots], [*slots[:, rank]])
         words = memory[2 * size * slot :].data.cast("q")
         # For each parity, how many bytes of its payload a rank of this node shows; the last step
-        # that is complete on this node; and for each parity whether all ranks show the same.
+        # that is complete on this node; and for each parity whether all ranks show the same, also
+        # in steps of the native part.
         self._lengths = [words[:size], words[size : 2 * size]]
-        self._complete, self._alike = words[2 * size :][:1], words[2 * size + 1 :]
+        self._complete, self.alike = words[2 * size :][:1], words[2 * size + 1 :]
         own = next(number for number, ranks in enumerate(members) if rank in ranks)
         self._neighbours = [peer for peer in members[own] if peer != rank]
         self._stamps = [peer * self.stride for peer in self._neighbours]
@@ -109,8 +110,6 @@ class MpiControl(ControlChannel):
         if self._complete[0] < self.step:
             return False
         fence()
-        parity = self.step & 1
-        self.alike[parity] = bool(self._alike[parity])
         return True
 
     def _led(self) -> bool:
@@ -135,8 +134,7 @@ class MpiControl(ControlChannel):
                 if exchange is not None and not exchange.received():
                     return False
                 self._received = True
-                parity = self.step & 1
-                self._alike[parity] = self.alike[parity] = exchange is not None and exchange.alike
+                self.alike[self.step & 1] = exchange is not None and exchange.alike
                 if self._stamps:
                     fence()
                     self._complete[0] = self.step
