@@ -6,6 +6,7 @@ import ast
 import ctypes
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -73,10 +74,7 @@ def test_threads_never_look_at_one_message_at_once() -> None:
         return met[-1] or looking.release() is not None
 
     vars(notes)["_sent"].append((SimpleNamespace(Test=test), b""))
-    threads = [threading.Thread(target=notes.ask_wait_status, args=([0],)) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(notes.ask_wait_status, ([0], [0])))
     notes.answer_requests()
     assert set(met) == {False}
