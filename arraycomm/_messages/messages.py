@@ -683,12 +683,9 @@ class Messenger:
             data[...] = found.elements
         else:
             tag = TAGS + found.pieces
-            if len(data) > transport.copied:
-                self._group.watchdog.check_sender(source)
+            self._group.watchdog.check_sender(source, len(data))
             yield from [transport.recv(piece, source, tag) for piece in cut(data)]
-            if len(data) > transport.copied:
-                # What it gave up may have changed since.
-                self._group.watchdog.check_sender(source)
+            self._group.watchdog.check_sender(source, len(data))
         if wrong is not None:
             raise UndeliveredError(wrong)
         try:

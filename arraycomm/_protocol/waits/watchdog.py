@@ -138,9 +138,13 @@ class Watchdog:
             cause = (_causes(gone, left) or gone)[0]
             raise self.peer_error(cause, left[cause])
 
-    def check_sender(self, rank: int) -> None:
-        """Raise if a rank has failed that would wait until its message is received."""
-        notice = self._control.notes.exit_notices().get(rank)
+    def check_sender(self, rank: int, nbytes: int) -> None:
+        """Raise if a rank has failed that would wait until its message is received.
+
+        It does with so many bytes, which it may change once it has failed.
+        """
+        long = nbytes > self._transport.copied
+        notice = self._control.notes.exit_notices().get(rank) if long else None
         if notice is not None and notice.state not in WELL:
             raise self.peer_error(rank, notice)
 
