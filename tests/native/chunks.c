@@ -71,7 +71,6 @@ static void make_tree(Tree *tree, int *x, int count, int rank, bool over)
 static void *play(void *number)
 {
     const int rank = (int)(size_t)number;
-    int first_row = 0;
     int64_t step = 0;
     Tree tree;
     for (int call = 0; call < CALLS; ++call) {
@@ -85,7 +84,7 @@ static void *play(void *number)
         const bool is_tree = call % 3 == 1, in_place = call % 3 == 0 || call % 6 == 1;
         Chunks chunks = {
             .slots = {slots, SLOT, rank, RANKS}, .rows = rows, .chunk = CHUNK, .row_count = ROWS, .folded_count = FOLDED,
-            .first_row = first_row, .large = call % 2, .out = (char *)(in_place ? x : out), .x = (char *)x,
+            .large = call % 2, .out = (char *)(in_place ? x : out), .x = (char *)x,
             .nbytes = (size_t)count * 4, .count = ((size_t)count * 4 + CHUNK - 1) / CHUNK, .streams = streams,
             .seconds = seconds, .addresses = addresses};
         make_tree(&tree, x, count, rank, in_place);
@@ -97,7 +96,6 @@ static void *play(void *number)
         /* Every other call makes one turn at a time. */
         size_t turn = 0;
         while (turn < chunks.count + 2) turn = make_turns(&chunks, turn, &step, call % 2 ? 0 : clock_now() + 1000000000);
-        first_row = (first_row + (int)chunks.count) % ROWS;
         for (int place = 0; place < count; ++place) {
             const int want = RANKS * (1000 * call + 10 * place) + 3, got = in_place ? x[place] : out[place];
             if (got == want) continue;
