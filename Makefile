@@ -144,15 +144,16 @@ environment: $(call tested,.venv) .venv/.stamp-lint .venv/.stamp-docs build/whee
 other-environments: $(call tested,.venv-openmpi) .venv-bare/.stamp-wheel
 
 .PHONY: test test-quick test-alone test-software-device test-mpich test-openmpi test-openmpi-on-ranks test-launched test-wheel
-# Programs that are launched wait for one another, and leave a core idle now and then.
+# Programs that are launched, and ranks, wait for one another, and leave a core idle now and then.
 test: $(call tested,.venv) $(call tested,.venv-openmpi) .venv-bare/.stamp-wheel
-	@echo '== tests in one process, and meanwhile those of the wheel, and of programs under Open MPI; then those on ranks'
+	@echo '== tests in one process, and meanwhile programs under Open MPI; then those on ranks, and meanwhile of the wheel'
 	@said="$$(mktemp -d)"; failed=0; trap 'rm -r "$$said"; kill "$$launched" "$$wheel" 2> /dev/null || true' EXIT; \
 	$(MAKE) --no-print-directory test-launched LAUNCHING_WORKERS=2 > "$$said/launched" 2>&1 & launched=$$!; \
-	nice -n 19 $(MAKE) --no-print-directory test-wheel WORKERS=1 > "$$said/wheel" 2>&1 & wheel=$$!; \
 	$(MAKE) --no-print-directory test-alone WORKERS=3 || failed=1; \
+	wait "$$launched" || failed=1; \
+	nice -n 19 $(MAKE) --no-print-directory test-wheel WORKERS=1 > "$$said/wheel" 2>&1 & wheel=$$!; \
 	$(MAKE) --no-print-directory --keep-going test-software-device test-mpich test-openmpi-on-ranks || failed=1; \
-	wait "$$launched" || failed=1; wait "$$wheel" || failed=1; \
+	wait "$$wheel" || failed=1; \
 	echo '== what was run meanwhile'; cat "$$said"/*; exit "$$failed"
 
 test-quick: $(call tested,.venv)
