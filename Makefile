@@ -147,7 +147,7 @@ other-environments: $(call tested,.venv-openmpi) .venv-bare/.stamp-wheel
 # Programs that are launched, and ranks, wait for one another, and leave a core idle now and then.
 test: $(call tested,.venv) $(call tested,.venv-openmpi) .venv-bare/.stamp-wheel
 	@echo '== tests in one process, and meanwhile programs under Open MPI; then those on ranks, and meanwhile of the wheel'
-	@said="$$(mktemp -d)"; failed=0; trap 'rm -r "$$said"; kill "$$launched" "$$wheel" 2> /dev/null || true' EXIT; \
+	@said="$$(mktemp -d)"; failed=0 launched= wheel=; trap 'rm -r "$$said"; kill "$$launched" "$$wheel" 2> /dev/null || true' EXIT; \
 	$(MAKE) --no-print-directory test-launched LAUNCHING_WORKERS=2 > "$$said/launched" 2>&1 & launched=$$!; \
 	$(MAKE) --no-print-directory test-alone WORKERS=3 || failed=1; \
 	wait "$$launched" || failed=1; \
