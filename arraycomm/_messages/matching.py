@@ -13,7 +13,8 @@ from functools import partial
 from typing import Final
 
 from arraycomm._dtypes import DType
-from arraycomm._transports.base import Bytes, Handle, Transport, Undivided
+from arraycomm._transports.base import Bytes, Handle, Transport
+from arraycomm._transports.undivided import Undivided
 
 
 class Wildcard(enum.Enum):

@@ -16,8 +16,9 @@ from typing import Any, NoReturn
 
 from arraycomm._errors import CommunicatorClosedError, ConcurrentUseError, TransportError, text_of
 from arraycomm._native import compiled
-from arraycomm._protocol.task import Outcome, Outcomes, Task
+from arraycomm._protocol.task import Task
 from arraycomm._protocol.waits import clock
+from arraycomm._protocol.waits.outcomes import Outcome, Outcomes
 from arraycomm._protocol.waits.progress import GLANCE, ProgressThread
 from arraycomm._protocol.waits.waiting import NAP, Watch, beside_own_work, done_after_all, wait_for
 from arraycomm._transports.base import Handle, Steps

@@ -20,7 +20,6 @@ import numpy as np
 
 from arraycomm._arrays.buffer import allocate
 from arraycomm._dtypes import DType
-from arraycomm._errors import TransportError
 from arraycomm._folds import fold, fold_on, prefixes
 from arraycomm._transports import shared_files
 from arraycomm._transports.control import ControlChannel, SharedControl
@@ -66,31 +65,6 @@ class PlainRepeated:
 
     def free(self, *, finished: bool) -> None:
         pass
-
-
-class Undivided:
-    """Blocks of Python that change what is under way: as a whole, or nobody goes on with it.
-
-    An interrupt may end such a block anywhere. Then every later one raises: a message would be
-    begun twice, or taken for another one.
-    """
-
-    _divided = False
-
-    def check(self) -> None:
-        """Raise if nobody goes on."""
-        if self._divided:
-            raise TransportError(
-                "an interrupt came while this rank began or took messages; go on with another "
-                "communicator, for example one that dup() made before"
-            )
-
-    def __enter__(self) -> None:
-        self.check()
-        self._divided = True
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        self._divided = kind is not None
 
 
 # One-dimensional, contiguous memory of a link: a NumPy array, or a `DeviceBuffer`.

@@ -73,7 +73,7 @@ HISTORIES: Final = (
     ),
     Fault(
         "divided exchange: a rank goes on with messages between nodes that an interrupt has divided",
-        "arraycomm/_transports/base.py",
+        "arraycomm/_transports/undivided.py",
         "        self._divided = kind is not None",
         "        self._divided = False",
         ("a_wait_between_nodes_interrupted_at_any_moment_goes_on_or_raises",),

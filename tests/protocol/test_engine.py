@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext, redirect_stderr
 
 import numpy as np
 import pytest
 
 from arraycomm._errors import CommTimeoutError, CommunicatorClosedError, TransportError
 from arraycomm._protocol.task import Task
+from arraycomm._protocol.waits.outcomes import Outcome, Outcomes
 from arraycomm._protocol.waits.waiting import wait_for
 from arraycomm._transports.threads import ThreadsTransport, make_group
 from tests.support import internals
@@ -125,3 +127,13 @@ def test_error_that_another_thread_has_seen_is_the_one_that_a_call_raises() -> N
         group.run(aborted())
     with pytest.raises(CommunicatorClosedError, match="rank 1 is missing"):
         comm.barrier()
+
+
+def test_requests_that_failed_are_reported_only_where_there_is_a_standard_error(capsys) -> None:
+    for closed in (False, True):
+        outcomes = Outcomes()
+        outcome = Outcome(outcomes, "train.py:7")
+        outcome.finish(ValueError("wrong"))
+        with redirect_stderr(None) if closed else nullcontext():
+            assert not outcomes.report()
+    assert capsys.readouterr().err.count("the request made at train.py:7 failed") == 1

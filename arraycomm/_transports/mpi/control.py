@@ -15,7 +15,6 @@ from typing import Any, Final
 import numpy as np
 from mpi4py import MPI
 
-from arraycomm._transports.base import Undivided
 from arraycomm._transports.control import ControlChannel, message_slot
 from arraycomm._transports.mpi.nodes import NodeExchange, native_steps
 from arraycomm._transports.mpi.notes import MpiNotes
@@ -23,6 +22,7 @@ from arraycomm._transports.mpi.pieces import Pieces
 from arraycomm._transports.mpi.routes import Places
 from arraycomm._transports.mpi.under_way import KEPT_ALIVE, on_all, shared_memory, translated
 from arraycomm._transports.notes import ExitNotice, fence
+from arraycomm._transports.undivided import Undivided
 
 # Seconds. A rank that gives up a step has waited for longer since it began the step before.
 _SOON: Final = 1e-3

@@ -21,8 +21,9 @@ from typing import Final, NamedTuple
 
 from mpi4py import MPI
 
-from arraycomm._transports.base import Bytes, Undivided
+from arraycomm._transports.base import Bytes
 from arraycomm._transports.mpi.under_way import KEPT_ALIVE, on_all, start, translated
+from arraycomm._transports.undivided import Undivided
 
 # The most bytes of a piece, but for what makes whole cache lines of it, and how many are under way.
 PIECE: Final = 64_000

@@ -14,9 +14,10 @@ from typing import Final, NamedTuple, TypeVar
 
 from mpi4py import MPI
 
-from arraycomm._transports.base import Bytes, Flat, Undivided
+from arraycomm._transports.base import Bytes, Flat
 from arraycomm._transports.mpi.pieces import AHEAD, Pieces
 from arraycomm._transports.mpi.under_way import KEPT_ALIVE, start, translated
+from arraycomm._transports.undivided import Undivided
 
 # A part has at least this many bytes. There are at most this many for each level of a binary tree
 # of the nodes: with twice as many on four nodes, whose ranks shared two cores, the whole took half

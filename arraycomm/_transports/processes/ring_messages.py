@@ -14,9 +14,10 @@ from typing import Final
 
 import numpy as np
 
-from arraycomm._transports.base import Bytes, Handle, Transport, Undivided
+from arraycomm._transports.base import Bytes, Handle, Transport
 from arraycomm._transports.mailbox import Mailbox
 from arraycomm._transports.processes.rings import Ring, Transfer
+from arraycomm._transports.undivided import Undivided
 
 # A frame begins with its kind, its tag, the number of its message, and the bytes that follow.
 _WORDS: Final = 4
