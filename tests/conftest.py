@@ -76,6 +76,16 @@ class _FailuresOfOneRank:
             sys.stderr.flush()
 
 
+@pytest.fixture(autouse=True)
+def _own_files_of_launchers(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Keep what a killed launcher of Open MPI leaves from the launcher that gets its process number later.
+
+    It keeps its files in a directory of its process number. It does not start if there are any.
+    """
+    if _launched_rank() is None and is_open_mpi():
+        monkeypatch.setenv("PRTE_MCA_prte_tmpdir_base", str(tmp_path_factory.mktemp("launchers")))
+
+
 class _Limit:
     """Ends the process, and mpiexec with it, when a test hangs; shows every thread's stack.
 
