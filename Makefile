@@ -49,8 +49,9 @@ native := setup.py $(shell find arraycomm/_native -name '*.[ch]')
 sources := $(native) $(shell find arraycomm adapters -name '*.py' -o -name '*.cu' -o -name py.typed)
 # Its name says for which platform it is, if there was a compiler.
 wheel := $$(echo $$PWD/dist/arraycomm-$(version)-*.whl)
-# With pip's own progress: a framework takes minutes to download.
-pip := -m pip --disable-pip-version-check install
+# With pip's own progress: a framework takes minutes to download. Python compiles what is imported, when it first is;
+# pip would compile all that there is, which takes longer than to install it.
+pip := -m pip --disable-pip-version-check install --no-compile
 
 export PYTHONUNBUFFERED := 1
 # Whatever the environment says: the tests start hundreds of processes, and each would compile every module anew.
