@@ -77,7 +77,9 @@ class _FailuresOfOneRank:
 
 
 @pytest.fixture(autouse=True)
-def _own_files_of_launchers(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+def _own_files_of_launchers(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     """Keep what a killed launcher of Open MPI leaves from the launcher that gets its process number later.
 
     It keeps its files in a directory of its process number. It does not start if there are any.
