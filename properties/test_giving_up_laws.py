@@ -256,7 +256,8 @@ class GivingUp:
 
     @given(
         ranks=range(2, 4),
-        name=st.sampled_from(sorted(set(made(0)) - {"dup"})),
+        # What a function has reduced on one rank moves to the others afterwards.
+        name=st.sampled_from(sorted(set(made(0)) - {"dup", "maximum"})),
         before=st.integers(0, 2),
         begins=ranked.per_rank(st.sampled_from((0.0, 0.01, 0.02, 0.03))),
         limit=ranked.per_rank(st.sampled_from((0.002, 0.012, 0.022, 1.0))),
