@@ -110,6 +110,8 @@ class Join(Block, Guard, ProcessBound):
     @entry
     def __enter__(self) -> Self:
         self._runner.call(EnterJoin)
+        # The same object may have been the block before.
+        self.begin()
         self._runner.set_guard(self)
         registry_of(self._comm).join = self
         return self

@@ -135,6 +135,16 @@ def test_metrics_are_shadowed_too(comm: Communicator) -> None:
             assert np.allclose(got["a"], np.arange(6000), rtol=1e-15, atol=0)
 
 
+@each_rank_of("several")
+def test_a_block_that_is_entered_again_has_its_own_last_step(comm: Communicator) -> None:
+    joined = ac.join(comm)
+    for batches in (comm.size - comm.rank, comm.rank + 1):
+        with joined:
+            for _ in range(batches):
+                ac.allreduce_gradients(np.ones(1), comm=comm)
+    assert joined.synchronize(comm.rank) == comm.size - 1
+
+
 @alone
 @each_rank_of("size", "torch")
 def test_no_weight_leaves_torch_parameters_untouched(comm: Communicator, torch: Any) -> None:
