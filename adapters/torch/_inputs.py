@@ -56,9 +56,10 @@ class StepInputs:
 
     def inputs(self) -> Inputs:
         """Return them for the step that is being taken."""
-        if (scaler := scaler_of_step()) is not None:
-            self._scaler = weakref.ref(scaler)
-        optimizer = self._optimizer()
+        optimizer, reducer = self._optimizer(), self._reducer()
+        if reducer is not None and reducer.is_stepping:
+            scaler = scaler_of_step()
+            self._scaler = (lambda: None) if scaler is None else weakref.ref(scaler)
         groups = () if optimizer is None else optimizer.param_groups
         values = [
             len(value) if key == "params" else value

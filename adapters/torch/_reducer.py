@@ -36,6 +36,11 @@ class Reducer:
         """What stands for each of them as long as it is one."""
         return self._parameters.slots
 
+    @property
+    def is_stepping(self) -> bool:
+        """Whether a step of the optimizer is under way."""
+        return bool(self._parameters.stepping)
+
     def adopt(self) -> None:
         """Reduce the gradients of all parameters of the optimizer from now on."""
         if self._parameters.adopt(self.in_backward):
