@@ -17,6 +17,8 @@ STRUCTURE: Final = "structure"
 # The setting that says what containers hold besides leaves: a line for each part, of its path and
 # its value.
 STATIC: Final = "static"
+# The setting that says which total a sum goes on from: the same lines of its leaves.
+ONTO: Final = "onto"
 # What comes before such a value.
 VALUE: Final = "= "
 
@@ -103,7 +105,7 @@ def _kind(said: str) -> str:
 
 def _containers(call: CallDetail) -> dict[str, str]:
     settings = dict(call.settings)
-    texts = (str(settings.get(name) or "") for name in (STRUCTURE, STATIC))
+    texts = (str(settings.get(name) or "") for name in (STRUCTURE, STATIC, ONTO))
     lines = (line.rpartition(": ") for text in texts for line in text.splitlines())
     return {path: kind for path, _, kind in lines}
 
@@ -112,7 +114,7 @@ def _settings(call: CallDetail) -> str:
     said = [
         (name, value)
         for name, value in call.settings
-        if value is not None and name not in (STRUCTURE, STATIC)
+        if value is not None and name not in (STRUCTURE, STATIC, ONTO)
     ]
     return ", ".join(f"{name}={value}" for name, value in said)
 

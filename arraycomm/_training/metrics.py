@@ -27,7 +27,7 @@ from arraycomm._session import world
 from arraycomm._training.weighted import ShadowStep, check_weight, divided
 from arraycomm._transports.base import Bytes, Steps
 from arraycomm._trees.fusion import Fusion, TreeMemory
-from arraycomm._trees.leaves import BEGINS, GOES_ON, NONE, Leaves, spec_of
+from arraycomm._trees.leaves import BEGINS, NONE, Leaves, goes_on_from, spec_of
 from arraycomm._trees.pytrees import flatten
 from arraycomm._trees.reduce import DEFAULT_BUCKET_BYTES
 
@@ -145,7 +145,8 @@ class MeanMetrics(Operation):
         leaves.check_values()
         settings = leaves.flat.settings(alone=self.group.size == 1)
         if self._goes_on:
-            settings = (*settings, GOES_ON if before else BEGINS)
+            total = goes_on_from((f"onto[{n}]", each) for n, each in enumerate(before))
+            settings = (*settings, total if before else BEGINS)
         self.signature = Signature(self.name, leaves=leaves.described(), settings=settings)
         self.nbytes, self.copies = self._fusion.nbytes, len(self._present)
 

@@ -7,7 +7,7 @@ rank these leaves may be two.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Final, NamedTuple, Self
 
@@ -20,9 +20,10 @@ from arraycomm._errors import MismatchError
 from arraycomm._folds import fold_on, total_dtype
 from arraycomm._protocol.details import CallDetail
 from arraycomm._protocol.header import LeafSpec
-from arraycomm._protocol.mismatch import mismatch
+from arraycomm._protocol.mismatch import ONTO, VALUE, mismatch
 from arraycomm._trees.layout import Spec
 from arraycomm._trees.pytrees import Flat, flatten
+from arraycomm._trees.static import Static, lines_of
 
 NUMBERS: Final = (bool, int, float, complex, np.generic)
 NONE: Final = "None"
@@ -103,8 +104,14 @@ class Total(NamedTuple):
 
 
 # What ranks compare of `onto`.
-BEGINS: Final = ("onto", "() to begin a total")
-GOES_ON: Final = ("onto", "a total")
+BEGINS: Final = (ONTO, f"{ONTO}: {VALUE}() to begin a total")
+GOES_ON: Final = (ONTO, f"{ONTO}: {VALUE}a total")
+
+
+def goes_on_from(totals: Iterable[tuple[str, Array | None]]) -> tuple[str, str]:
+    """Return what ranks compare of a total that the program has passed: the bits of its leaves."""
+    name, text = GOES_ON
+    return name, "\n".join([text, *lines_of([Static(None, list(totals))], alone=True)])
 
 
 class Onto:
@@ -128,7 +135,7 @@ class Onto:
         self.setting = setting
 
     @classmethod
-    def of(cls, tree: Any, leaves: Sequence[str]) -> Self:
+    def of(cls, tree: Any, leaves: Sequence[str], *, alone: bool) -> Self:
         """Return a tree that a caller has passed for one with leaves of these paths."""
         if isinstance(tree, tuple) and not tree:
             return cls(None, setting=BEGINS)
@@ -136,7 +143,9 @@ class Onto:
         for path, leaf in zip(found.paths, leaves, strict=False):
             if path.removeprefix("onto") != leaf.removeprefix("tree"):
                 raise ValueError(f"onto must have the structure of the tree; got {path} for {leaf}")
-        return cls([None if leaf is None else Total(leaf.array, None) for leaf in found.views])
+        arrays = [None if leaf is None else leaf.array for leaf in found.views]
+        setting = goes_on_from(() if alone else zip(found.paths, arrays, strict=True))
+        return cls([each if each is None else Total(each, None) for each in arrays], setting=setting)
 
     def join(self, leaves: Leaves, rank: int) -> list[BufferView | None]:
         """Return what this rank adds for each of its leaves; forget those that count nowhere."""

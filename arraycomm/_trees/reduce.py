@@ -311,7 +311,7 @@ class ReduceOnto(AllreduceGradients):
             )
         if compression is not None:
             raise ValueError(f"with onto compression must be None; got {compression!r}")
-        onto = Onto.of(total, flatten(tree).paths)
+        onto = Onto.of(total, flatten(tree).paths, alone=context.group.size == 1)
         super().__init__(context, memory, tree, op, bucket_bytes, None, missing, onto)
         self._total = onto
 

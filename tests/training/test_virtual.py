@@ -100,13 +100,21 @@ def test_totals_are_like_the_tree(on_ranks: OnRanks, total: Any, op: str, said: 
 
 def test_ranks_go_on_from_a_total_together(on_ranks: OnRanks) -> None:
     def body(comm: ac.Communicator) -> None:
-        other, later = comm.dup(), comm.rank > 0
-        _, total = ac.mean_metrics(1.0, 1, onto=(), comm=other)
-        said = r"onto=\(\) to begin a total on rank 0, .*onto=a total on rank 1"
-        with pytest.raises(ac.MismatchError, match=said):
-            ac.allreduce_gradients([1.0], "sum", onto=[1.0] if later else (), comm=comm)
-        with pytest.raises(ac.MismatchError, match="onto=a total on rank 1"):
-            ac.mean_metrics(1.0, 1, onto=total if later else (), comm=other)
+        others, later = [comm.dup() for _ in range(5)], comm.rank > 0
+        _, total = ac.mean_metrics(1.0, 1, onto=(), comm=comm)
+        for begun in (True, False):
+            said = r"onto is \(\) to begin a total on rank 0, a total on rank 1"
+            said = said if begun else r"onto\[0\] is float64 .* on rank 0, float64 .* on rank 1"
+            first = () if begun else [np.zeros(1), None]
+            onto = [np.ones(1), None] if later else first
+            with pytest.raises(ac.MismatchError, match=said):
+                ac.allreduce_gradients([np.ones(1)] * 2, "sum", onto=onto, comm=others.pop())
+            changed = total if later else () if begun else (total[0] + 1, *total[1:])
+            with pytest.raises(ac.MismatchError, match=said):
+                ac.mean_metrics(1.0, 1, onto=changed, comm=others.pop())
+        with pytest.raises(ac.MismatchError, match=r"onto\[1\] is None on rank 0, float64"):
+            onto = [np.ones(1), np.ones(1) if later else None]
+            ac.allreduce_gradients([np.ones(1)] * 2, "sum", onto=onto, comm=others.pop())
 
     on_ranks(2, body)
 
