@@ -150,6 +150,19 @@ def test_a_gradient_may_be_a_conjugate(comm: ac.Communicator) -> None:
     assert weight.tolist() == [-0.5j, -0.5j]
 
 
+@each_rank_of(2)
+def test_a_scaler_is_compared_in_the_steps_that_it_takes(comm: ac.Communicator) -> None:
+    weight, optimizer = weight_and_optimizer(comm)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(weight.sum()).backward()
+    scaler.step(optimizer)
+    scaler.update(2.0 + comm.rank)
+    optimizer.zero_grad()
+    weight.sum().backward()
+    optimizer.step()
+    assert weight.tolist() == [-4.0, -4.0]
+
+
 @pytest.mark.parametrize("accumulate", [1, 2])
 @each_rank_of(2)
 def test_clipped_zeros_are_gradients_of_a_step(comm: ac.Communicator, accumulate: int) -> None:
