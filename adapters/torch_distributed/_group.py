@@ -371,8 +371,8 @@ class ArrayCommProcessGroup(_Base):  # type: ignore[misc]
 
     def _by_ranks(self, x: torch.Tensor) -> torch.Tensor:
         """Return a view of one row for each rank, or the tensor itself if it has no such rows."""
-        size = self.comm.size
-        return x.reshape(size, -1) if x.numel() and x.numel() % size == 0 else x
+        columns, rest = divmod(x.numel(), self.comm.size)
+        return x if rest else x.reshape(self.comm.size, columns)
 
     def _even(self, x: torch.Tensor) -> list[int]:
         return [x.shape[0] // self.comm.size] * self.comm.size
