@@ -6,6 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from queue import SimpleQueue
 from typing import Any, Final
@@ -86,14 +87,17 @@ class Call(_Awaitable):
         self._future: torch.futures.Future[Any] | None = None
 
     def run(self) -> None:
-        """Make the call, and keep its error for those who wait."""
-        call, self._call = self._call, None
-        assert call is not None
+        """Make the call, and keep its error for those who wait; raise what interrupts it."""
         try:
-            call()
+            assert self._call is not None
+            self._call()
         except BaseException as error:
             self._error = error
-        self._ended.set()
+            if not isinstance(error, Exception):
+                raise
+        finally:
+            self._call = None
+            self._ended.set()
 
     def settle(self) -> None:
         """Complete the future, if somebody has asked for it: its callbacks run here."""
@@ -166,14 +170,18 @@ class Lane:
 
     def _run(self) -> None:
         while self._starts.get():
-            self._make_next()
+            # Those who wait for the call raise it.
+            with suppress(BaseException):
+                self._make_next()
 
     def _make_next(self) -> None:
-        call = None
         with self._one_at_a_time:
-            if self._waiting:
-                call = self._waiting.popleft()
-                call.run()
+            call = self._waiting[0] if self._waiting else None
+            if call is not None:
+                # Taken out only then, so that an interrupt loses none.
+                if not call.is_completed():
+                    call.run()
+                self._waiting.popleft()
         if call is not None:
             call.settle()
 

@@ -31,6 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import arraycomm as ac
 import arraycomm.adapters.torch_distributed
+from arraycomm.adapters.torch_distributed._works import Call, Lane
 from tests.support.launched import checks_in, perform
 
 FORKED_RANKS: Final = 2
@@ -177,6 +178,8 @@ def movements() -> None:
         dist.scatter(part, gathered if rank == 1 else None, 1, group)
         own = torch.empty(3)
         dist.reduce_scatter_tensor(own, _values(n * 3), group=group)
+        dist.all_gather_into_tensor(torch.empty(0), torch.empty(0), group)
+        dist.reduce_scatter_tensor(torch.empty(0), torch.empty(0), group=group)
         even = torch.empty(n * 2)
         dist.all_to_all_single(even, _values(n * 2), group=group)
         return sent, gathered, joined, at_root, part, own, even
@@ -364,6 +367,22 @@ def work_under_way() -> None:
     assert torch.equal(x, expected)
     assert dist.barrier(async_op=True).wait()
     assert dist.group.WORLD._get_sequence_number_for_group() > 0
+
+
+def an_interrupt_of_a_call_before() -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    lane = Lane("interrupted")
+    before, call = Call(interrupt, [], lane), Call(lambda: None, [], lane)
+    lane._waiting.append(before)
+    for work in (lambda: lane.make(call, at_once=True), before.wait):
+        try:
+            work()
+        except KeyboardInterrupt:
+            continue
+        raise AssertionError("the interrupt is lost")
+    assert call.wait()
 
 
 def functional_collectives() -> None:
