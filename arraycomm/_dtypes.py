@@ -106,21 +106,29 @@ def name_of(dtype: DType) -> str:
     return str(_laid_out(dtype)) if info is None else info.name
 
 
-def _laid_out(dtype: DType) -> DType:
-    """Return an equal dtype that does not say whether NumPy was asked to align a structure."""
+def without_padding(array: Any) -> Any:
+    """Return an array without the bytes of structures that belong to no field: they may be any."""
+    return array.astype(_laid_out(array.dtype, packed=True), copy=False)
+
+
+def _laid_out(dtype: DType, *, packed: bool = False) -> DType:
+    """Return an equal dtype that does not say whether NumPy was asked to align a structure.
+
+    If it is to be `packed`, its fields lie side by side instead.
+    """
     if dtype.subdtype is not None:
         base, shape = dtype.subdtype
-        return np.dtype((_laid_out(base), shape))
+        return np.dtype((_laid_out(base, packed=packed), shape))
     if not dtype.names or dtype.fields is None:
         return dtype
     fields = [dtype.fields[name] for name in dtype.names]
     described = {
         "names": dtype.names,
-        "formats": [_laid_out(field[0]) for field in fields],
-        "offsets": [field[1] for field in fields],
+        "formats": [_laid_out(field[0], packed=packed) for field in fields],
         "titles": [field[2] if len(field) > 2 else None for field in fields],
-        "itemsize": dtype.itemsize,
     }
+    if not packed:
+        described |= {"offsets": [field[1] for field in fields], "itemsize": dtype.itemsize}
     return np.dtype(described)  # type: ignore[call-overload,no-any-return]
 
 

@@ -145,7 +145,8 @@ class Onto:
                 raise ValueError(f"onto must have the structure of the tree; got {path} for {leaf}")
         arrays = [None if leaf is None else leaf.array for leaf in found.views]
         setting = goes_on_from(() if alone else zip(found.paths, arrays, strict=True))
-        return cls([each if each is None else Total(each, None) for each in arrays], setting=setting)
+        totals = [None if array is None else Total(array, None) for array in arrays]
+        return cls(totals, setting=setting)
 
     def join(self, leaves: Leaves, rank: int) -> list[BufferView | None]:
         """Return what this rank adds for each of its leaves; forget those that count nowhere."""

@@ -21,6 +21,8 @@ import numpy as np
 
 from arraycomm._arrays.buffer import Array, type_name
 from arraycomm._arrays.views import view
+from arraycomm._dtypes import name_of as dtype_name
+from arraycomm._dtypes import without_padding
 from arraycomm._protocol.mismatch import VALUE
 from arraycomm._trees.keys import text_of_value
 from arraycomm._trees.opened import is_generator, stays
@@ -92,9 +94,13 @@ def taken_over(own: Any, given: Any) -> Any:
 
 
 class Describer:
-    """Describes values; an object that comes again in one of them is looked at once."""
+    """Describes values; an object that comes again in one of them is looked at once.
 
-    def __init__(self) -> None:
+    A `whole` description has also what is each rank's own: the states of random generators.
+    """
+
+    def __init__(self, *, whole: bool = False) -> None:
+        self._whole = whole
         # Each object with its text, or None while it is being described.
         self._known: dict[int, tuple[Any, str | None]] = {}
 
@@ -128,7 +134,7 @@ class Describer:
         if isinstance(value, enum.Enum):
             return f"{kind.__qualname__}.{value.name}"
         if is_generator(value) or kind.__module__.partition(".")[0] == "arraycomm":
-            return type_name(value)
+            return self._contents(value) if self._whole else type_name(value)
         if isinstance(value, MethodType):
             return f"{value.__module__}.{value.__qualname__} of {self._text(value.__self__)}"
         if isinstance(value, ModuleType) or stays(value):
@@ -173,7 +179,7 @@ class Describer:
         try:
             reduced = value.__reduce_ex__(4)
             if isinstance(reduced, str):
-                return f"{value.__module__}.{reduced}"
+                return f"{getattr(value, '__module__', None)}.{reduced}"
             make, arguments, state, items, pairs = (*reduced, None, None, None)[:5]
             if isinstance(state, dict):
                 state = {name: each for name, each in state.items() if not _is_kept(value, name)}
@@ -220,7 +226,7 @@ def _array(value: Any) -> str | None:
         return None
     if isinstance(value, np.generic):
         return repr(value)
-    kind = str(value.dtype)
+    kind = dtype_name(value.dtype) if isinstance(value.dtype, np.dtype) else str(value.dtype)
     try:
         array = _memory(value, kind)
     except (TypeError, BufferError, ValueError, RuntimeError):
@@ -234,4 +240,4 @@ def _memory(value: Any, kind: str) -> Array:
     if kind.startswith("key<"):
         return view(sys.modules["jax"].random.key_data(value)).array
     array = view(value.detach() if getattr(value, "requires_grad", False) else value).array
-    return array.reshape(array.shape or 1)
+    return without_padding(array).reshape(array.shape or 1)

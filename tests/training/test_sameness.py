@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
+import itertools
 import pathlib
 import random
 import re
@@ -30,6 +32,21 @@ class Thing:
         self.x = x
 
 
+def turned(*items: Any) -> Any:
+    """Return the items in one order, then in the other: sets keep it where hashes are alike."""
+    return items[:: 1 if next(_CALLS) % 2 else -1]
+
+
+def padded(n: int) -> Any:
+    """Return structures whose dtype is said in two ways, and that differ in bytes of no field."""
+    inner = np.dtype([("a", "i1"), ("b", "f8")], align=True)
+    plain = {"names": ["a", "b"], "formats": ["i1", "f8"], "offsets": [0, 8], "itemsize": 16}
+    inner = (inner, np.dtype(plain))[next(_CALLS) // 2 % 2]
+    made = np.frombuffer(bytes([next(_CALLS) % 256]) * 96, [("x", inner, 3)]).copy()
+    made["x"]["a"], made["x"]["b"] = n, 2.0
+    return made
+
+
 def trained(rate: float) -> Any:
     model = torch.nn.Linear(2, 1)
     with torch.no_grad():
@@ -41,6 +58,7 @@ def trained(rate: float) -> Any:
     return {"model": model, "optimizer": optimizer}
 
 
+_CALLS = itertools.count()
 # Makes a tree for a number, and what an error says of numbers that are not the same.
 KINDS: dict[str, tuple[Callable[[int], Any], str]] = {
     "number": (lambda n: {"a": [1, n]}, r"tree\['a'\]\[1\] is not .*: 0, at .*: 1, at"),
@@ -54,6 +72,12 @@ KINDS: dict[str, tuple[Callable[[int], Any], str]] = {
     "strings": (lambda n: np.array(["a", "b" * n]), "array"),
     "dataclass": (lambda n: Config(0.1, "x" * n), r"tree.name is not"),
     "set": (lambda n: {f"{n}", "q"}, "tree"),
+    "sets": (lambda n: {frozenset(turned(0, 8)), frozenset([n])}, "tree"),
+    "set in object": (lambda n: Thing({n, turned(0, 8)[0], 8, 0}), "a Thing with the digest"),
+    "structures": (padded, "array"),
+    "held generator": (lambda n: Thing(np.random.default_rng(n)), "a Thing with the digest"),
+    "held structures": (lambda n: Thing(padded(n)), "a Thing with the digest"),
+    "enum": (lambda n: [*enum.Enum("E", {"A": object(), "B": object()})][n], "a E.A.*a E.B"),
     "path": (lambda n: pathlib.Path("a" * (n + 1)), r"PosixPath\('a'\).*PosixPath\('aa'\)"),
     "object": (Thing, "a Thing with the digest"),
     "function": (lambda n: [print, len][n], r"builtins.print.*builtins.len"),

@@ -112,8 +112,8 @@ def test_ranks_go_on_from_a_total_together(on_ranks: OnRanks) -> None:
             changed = total if later else () if begun else (total[0] + 1, *total[1:])
             with pytest.raises(ac.MismatchError, match=said):
                 ac.mean_metrics(1.0, 1, onto=changed, comm=others.pop())
+        onto = [np.ones(1), np.ones(1) if later else None]
         with pytest.raises(ac.MismatchError, match=r"onto\[1\] is None on rank 0, float64"):
-            onto = [np.ones(1), np.ones(1) if later else None]
             ac.allreduce_gradients([np.ones(1)] * 2, "sum", onto=onto, comm=others.pop())
 
     on_ranks(2, body)

@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from arraycomm._arrays.buffer import Array
-from arraycomm._dtypes import BY_NAME, DType
+from arraycomm._dtypes import BY_NAME, DType, name_of
 from arraycomm._protocol.details import Detail, Nothing, exchange_details
 from arraycomm._protocol.mismatch import by_ranks
 from arraycomm._training.comparison.digests import BLOCK_BYTES, block_sums, bytes_of, digest_of
@@ -37,8 +37,8 @@ class Item(NamedTuple):
 
 def array_item(name: str, array: Any) -> Item:
     """Return an array as ranks compare it."""
-    kind = f"{str(array.dtype).rpartition('.')[2]} {tuple(array.shape)}"
-    return Item(name, kind, digest_of(array))
+    dtype = name_of(array.dtype) if isinstance(array.dtype, np.dtype) else str(array.dtype)
+    return Item(name, f"{dtype.rpartition('.')[2]} {tuple(array.shape)}", digest_of(array))
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ import numpy as np
 from arraycomm._arrays.buffer import Array
 from arraycomm._arrays.exchange import exchange
 from arraycomm._arrays.views import view
+from arraycomm._dtypes import without_padding
 from arraycomm._protocol.header import digest
 from arraycomm._trees.nodes import is_torch
 
@@ -49,7 +50,7 @@ def bytes_of(x: Any) -> Array:
     """Return the elements of an array as bytes in C order, in host memory."""
     # Not shared with NumPy, which would forbid to resize it from then on.
     array = view(x.detach().cpu()).array if is_torch(x, "Tensor") else exchange(x, "numpy")
-    raw: Array = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    raw: Array = np.ascontiguousarray(without_padding(array)).reshape(-1).view(np.uint8)
     return raw
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import random
 import sys
 from collections.abc import Iterator
@@ -11,7 +10,6 @@ from typing import Any, Final
 import numpy as np
 
 from arraycomm._calls.operation import Context, Operation
-from arraycomm._calls.pickles import dumps
 from arraycomm._callsite import call_site
 from arraycomm._communicator import Communicator, runner_of
 from arraycomm._errors import MismatchError
@@ -22,10 +20,10 @@ from arraycomm._training.comparison.differences import Item, array_item, find_di
 from arraycomm._transports.base import Steps
 from arraycomm._trees.nodes import is_torch
 from arraycomm._trees.pytrees import flatten
-from arraycomm._trees.static import Static, name_of, texts_of
+from arraycomm._trees.static import Describer, Static, UnknownValueError, name_of, texts_of
 from arraycomm._trees.synchronize import state_of
 
-_TEXTS: Final = (type(None), bool, int, float, complex, str, bytes, np.generic, enum.Enum)
+_TEXTS: Final = (type(None), bool, int, float, complex, str, bytes, np.generic)
 # Characters of a value that messages show.
 _SHOWN: Final = 100
 
@@ -41,7 +39,8 @@ def raise_on_difference(tree: Any, *, comm: Communicator | None = None) -> Any:
     tree : any object
         Arrays, which are compared bit by bit; numbers, text and bytes; containers of these, also
         torch modules, optimizers, schedules and scalers; random generators, by their states;
-        functions and classes, by their names. Of any other object the pickles are compared.
+        functions and classes, by their names; enums too. Of any other object, what `pickle` takes
+        of it is compared.
     comm : Communicator, optional
         `world()` by default.
 
@@ -109,7 +108,7 @@ class RaiseOnDifference(Operation):
             except (TypeError, BufferError, ValueError, RuntimeError) as error:
                 raise TypeError(f"{path}: {error}") from error
         elif isinstance(leaf, set | frozenset):
-            yield from self._look(sorted(map(repr, leaf)), path)
+            yield from self._look(sorted(_described(each, path) for each in leaf), path)
         elif (state := state_of(leaf, path)) is not None:
             yield from self._look(state.value, f"{path}.state_dict()")
         elif (found := _generator_state(leaf)) is not None:
@@ -118,10 +117,10 @@ class RaiseOnDifference(Operation):
             [(_, called)] = texts_of([Static(None, [(path, leaf)])], alone=True)
             yield Item(path, kind, 0, called)
         else:
-            of_contents, text = digest(dumps(leaf, path).tobytes()), repr(leaf)[:_SHOWN]
+            described, text = _described(leaf, path), repr(leaf)[:_SHOWN]
             # What says where an object is says nothing about it.
-            said = f"a {kind} with the digest {of_contents:x}" if " at 0x" in text else text
-            yield Item(path, kind, of_contents, said)
+            said = f"a {described}" if " at 0x" in text else text
+            yield Item(path, kind, digest(described), said)
 
     def steps(self, agreement: Agreement) -> Steps:
         if len(set(agreement.free_words())) == 1:
@@ -140,6 +139,17 @@ class RaiseOnDifference(Operation):
 
     def result(self, agreement: Agreement) -> Any:
         return self._tree
+
+
+def _described(leaf: Any, path: str) -> str:
+    """Return a text that is the same for equal objects on all ranks."""
+    try:
+        return Describer(whole=True).shown(leaf)
+    except UnknownValueError as error:
+        raise TypeError(
+            f"{path} cannot be compared ({error}); pass parts that pickle takes, such as functions "
+            "and classes that a module has by name"
+        ) from error
 
 
 def _is_array(leaf: Any) -> bool:
