@@ -419,7 +419,7 @@ class TestJax:
         script = """
             import jax, numpy as np
             from jax.sharding import NamedSharding, PartitionSpec as P
-            from arraycomm._arrays.buffer import allocate
+            from arraycomm._arrays.exchange import exchange
             from arraycomm._arrays.results import to_framework
             from arraycomm._arrays.views import view
             mesh = jax.make_mesh((2,), ("d",))
@@ -431,6 +431,11 @@ class TestJax:
             assert result.tolist() == [1] * 4
             second = jax.device_put(x, jax.devices()[1])
             assert to_framework(np.ones(4, np.float32), view(second)).device == jax.devices()[1]
+            for array in (x, np.asarray(x), replicated.source, second):
+                for like in (x, replicated.source, second):
+                    placed = exchange(array, like)
+                    assert placed.sharding.device_set == like.sharding.device_set, placed.sharding
+                    assert placed.tolist() == x.tolist()
             try:
                 view(jax.device_put(x, NamedSharding(mesh, P("d"))))
             except TypeError as error:

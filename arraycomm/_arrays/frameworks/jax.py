@@ -9,7 +9,7 @@ from typing import Any, Final
 import numpy as np
 
 from arraycomm._arrays.buffer import CPU, Array, BufferView, Device, Reader
-from arraycomm._arrays.frameworks.base import Framework, OnDevice, no_such_dtype
+from arraycomm._arrays.frameworks.base import Framework, OnDevice, no_such_dtype, unconverted
 from arraycomm._dtypes import BY_DTYPE, DType, check_movable
 from arraycomm._errors import with_alternatives
 
@@ -157,7 +157,16 @@ def _reason_to_copy(array: Array) -> str | None:
     return None
 
 
+def _is_already(source: BufferView, like: BufferView) -> bool:
+    """Return whether an array is on the devices of another one, of which the host may have many."""
+    return unconverted(source, like) and (
+        like.source is None or source.source.sharding.device_set == like.source.sharding.device_set
+    )
+
+
 def _reason_copied(result: Any, array: Array) -> str | None:
+    if len(result.sharding.device_set) > 1:
+        return "the result is on several devices"
     if result.unsafe_buffer_pointer() != array.__array_interface__["data"][0]:
         return "JAX's default device is not the host"
     return None
@@ -182,5 +191,6 @@ JAX: Final = Framework(
     immutable="JAX",
     reason_to_copy=_reason_to_copy,
     reason_copied=_reason_copied,
+    is_already=_is_already,
     on_device=OnDevice(own=_own, copy=lambda x: x.copy(), namespace="jax.numpy"),
 )
