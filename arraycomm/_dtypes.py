@@ -106,7 +106,7 @@ def name_of(dtype: DType) -> str:
     return str(_laid_out(dtype)) if info is None else info.name
 
 
-def without_padding(array: Any) -> Any:
+def without_padding(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Return an array without the bytes of structures that belong to no field: they may be any."""
     return array.astype(_laid_out(array.dtype, packed=True), copy=False)
 
@@ -122,7 +122,7 @@ def _laid_out(dtype: DType, *, packed: bool = False) -> DType:
     if not dtype.names or dtype.fields is None:
         return dtype
     fields = [dtype.fields[name] for name in dtype.names]
-    described = {
+    described: dict[str, Any] = {
         "names": dtype.names,
         "formats": [_laid_out(field[0], packed=packed) for field in fields],
         "titles": [field[2] if len(field) > 2 else None for field in fields],

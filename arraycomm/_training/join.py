@@ -110,8 +110,8 @@ class Join(Block, Guard, ProcessBound):
     @entry
     def __enter__(self) -> Self:
         self._runner.call(EnterJoin)
-        # The same object may have been the block before.
-        self.begin()
+        # Not those of a block before, which may have been this object too.
+        self._steps = 0
         self._runner.set_guard(self)
         registry_of(self._comm).join = self
         return self

@@ -55,10 +55,6 @@ class Block:
     def __init__(self) -> None:
         # How much this rank's next gradients count, and all ranks' together in the last step.
         self.weight: Any = 1
-        self.begin()
-
-    def begin(self) -> None:
-        """Note that no step was taken yet."""
         self.total = 0.0
         # Steps that this rank has taken itself; those of shadows do not count.
         self._steps = 0

@@ -31,7 +31,7 @@ class Item(NamedTuple):
     name: str
     kind: str
     digest: int
-    # The value, unless it is an array.
+    # The value, unless it is an array; not compared, as it may say the same in another order.
     text: str = ""
 
 
@@ -96,7 +96,9 @@ def find_difference(
     lists = [shown[rank].items for rank in having]
     rows = [{item.name: item for item in each} for each in lists]
     names = dict.fromkeys(item.name for each in lists for item in each)
-    differing = [name for name in names if len({name in row and row[name][1:] for row in rows}) > 1]
+    differing = [
+        name for name in names if len({name in row and row[name][1:3] for row in rows}) > 1
+    ]
     first = next(iter(differing), "the order of what is compared")
     texts = [_said(row.get(first)) for row in rows]
     if not differing:
@@ -126,7 +128,7 @@ def _said(item: Item | None) -> str:
 
 
 def _are_reordered(lists: Sequence[Sequence[Item]]) -> bool:
-    values = [[item[1:] for item in items] for items in lists]
+    values = [[item[1:3] for item in items] for items in lists]
     return all(sorted(each) == sorted(values[0]) for each in values) and any(
         each != values[0] for each in values
     )

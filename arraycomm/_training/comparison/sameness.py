@@ -81,7 +81,7 @@ class RaiseOnDifference(Operation):
         self._arrays: dict[str, Any] = {}
         self._items = list(self._look(tree, "tree"))
         self.signature = Signature(self.name)
-        self.word = digest(self._items)
+        self.word = digest([item[:3] for item in self._items])
 
     def _look(self, tree: Any, name: str) -> Iterator[Item]:
         """Return what is compared of a tree."""
@@ -107,15 +107,13 @@ class RaiseOnDifference(Operation):
                 yield array_item(path, words)
             except (TypeError, BufferError, ValueError, RuntimeError) as error:
                 raise TypeError(f"{path}: {error}") from error
-        elif isinstance(leaf, set | frozenset):
-            yield from self._look(sorted(_described(each, path) for each in leaf), path)
         elif (state := state_of(leaf, path)) is not None:
             yield from self._look(state.value, f"{path}.state_dict()")
         elif (found := _generator_state(leaf)) is not None:
             yield from self._look(found, f"{path}.state")
         elif name_of(leaf) is not None:
             [(_, called)] = texts_of([Static(None, [(path, leaf)])], alone=True)
-            yield Item(path, kind, 0, called)
+            yield Item(path, kind, digest(called), called)
         else:
             described, text = _described(leaf, path), repr(leaf)[:_SHOWN]
             # What says where an object is says nothing about it.
@@ -146,10 +144,8 @@ def _described(leaf: Any, path: str) -> str:
     try:
         return Describer(whole=True).shown(leaf)
     except UnknownValueError as error:
-        raise TypeError(
-            f"{path} cannot be compared ({error}); pass parts that pickle takes, such as functions "
-            "and classes that a module has by name"
-        ) from error
+        said = f"{path} cannot be compared ({error}); pass parts that pickle takes"
+        raise TypeError(said) from error
 
 
 def _is_array(leaf: Any) -> bool:
