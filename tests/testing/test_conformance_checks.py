@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import unittest
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 
-from arraycomm import Communicator
+from arraycomm import ANY_SOURCE, Communicator
 from arraycomm.testing.conformance import Conformance
 from arraycomm.testing.conformance._checks import check_copy, check_elements, scribble
 
@@ -73,3 +75,37 @@ def test_laws_hold_an_object_to_the_methods_that_it_has() -> None:
         laws.test_scan_is_the_fold_of_the_ranks_so_far()
     with pytest.raises(unittest.SkipTest, match="Wrapper has no synchronize"):
         laws.test_synchronize_is_idempotent()
+
+
+class _Wrong:
+    """A communicator with one wrong method."""
+
+    def __init__(self, comm: Communicator, name: str, wrong: Callable[..., Any]) -> None:
+        self._comm = comm
+        setattr(self, name, partial(wrong, comm))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._comm, name)
+
+
+def _from_any(comm: Communicator, _: int, tag: int = 0, **options: Any) -> Any:
+    return comm.recv(ANY_SOURCE, tag, **options)
+
+
+def _on_the_first_rank(comm: Communicator, x: Any) -> Any:
+    values, ranks = comm.maxloc(x)
+    return values, ranks * 0
+
+
+@pytest.mark.parametrize(
+    ("law", "name", "wrong"),
+    [
+        ("messages_arrive_as_they_were_sent", "recv", _from_any),
+        ("extremes_are_where_they_are_said_to_be", "maxloc", _on_the_first_rank),
+        ("objects_are_messages_too", "iprobe", lambda *_: None),
+    ],
+)
+def test_laws_find_the_method_that_is_wrong(law, name, wrong, monkeypatch) -> None:
+    monkeypatch.setattr(_OfWrapper, "subject", lambda _, comm: _Wrong(comm, name, wrong))
+    with pytest.raises((AssertionError, ExceptionGroup)):
+        getattr(_OfWrapper(), f"test_{law}")()

@@ -164,7 +164,10 @@ class MovementLaws:
     def test_messages_arrive_as_they_were_sent(
         self, comm: Communicator, given_arrays: Arrays, order: Sequence[int], tags: Sequence[int]
     ) -> None:
-        """The receiver need know neither shape nor dtype; tags allow receiving in any order."""
+        """The receiver need know neither shape nor dtype.
+
+        Tags allow receiving in any order, and so do ranks.
+        """
         dest, source = order[comm.rank], order.index(comm.rank)
         x, want = given_arrays.build(comm.rank), given_arrays.elements()[source]
         check_copy(check_like(comm.sendrecv(x, dest, source, tags[0]), want), want)
@@ -175,6 +178,10 @@ class MovementLaws:
             request.wait()
         sent = [comm.isend(np.array(tag), dest, tag) for tag in tags]
         assert [int(comm.recv(source, ANY_TAG)) for _ in tags] == list(tags)
+        for request in sent:
+            request.wait()
+        sent = [comm.isend(np.array(comm.rank), other) for other in range(comm.size)]
+        assert [int(comm.recv(other)) for other in order] == list(order)
         for request in sent:
             request.wait()
         sending, status = comm.isend(x, dest, tags[0]), Status()
@@ -207,9 +214,9 @@ class MovementLaws:
         sending = comm.isend(x, dest, tags[0])
         check_copy(check_like(comm.irecv(source, tags[0], like=x).wait(), x), want)
         sending.wait()
-        result = comm.sendrecv(x, dest, source, like=x, status=status)
+        result = comm.sendrecv(x, dest, source, tags[1], like=x, status=status)
         check_copy(check_like(result, x), want)
-        assert (status.source, status.tag) == (source, 0)
+        assert (status.source, status.tag) == (source, tags[1])
         # Too long to be sent with what describes it.
         mine = np.arange(20_000) + comm.rank
         assert comm.sendrecv(mine, dest, source, out=mine) is mine
@@ -247,6 +254,7 @@ class MovementLaws:
         for tag in tags:
             found = comm.probe(source, tag)
             assert (found.source, found.tag) == (source, tag)
+            assert comm.iprobe(source, tag) == found
         assert comm.recv_object(source, tags[1]) == want
         assert comm.irecv_object(ANY_SOURCE, tags[0]).wait() == want
         check_copy(elements_of(comm.recv(source, tags[1])), np.arange(3))
