@@ -6,6 +6,7 @@ again: so the summary, the JUnit file, the cache and `-x` are those of one run.
 
 from __future__ import annotations
 
+import json
 import pickle
 import warnings
 from collections.abc import Iterator
@@ -22,10 +23,17 @@ from arraycomm.testing.pytest_plugin.start import refuse_others
 from arraycomm.testing.pytest_plugin.warned import Recorded
 from arraycomm_pytest import ENDED
 
+# Files of a job: which tests it runs, and its reports.
+_TESTS: Final = "tests"
 _REPORTS: Final = "reports"
 _STOPPED: Final = int(pytest.ExitCode.INTERRUPTED)
 # Characters of what a job has written that a report shows.
 _SHOWN: Final = 20_000
+_LEFT_OUT: Final = (
+    "the job of this test has left it out: a plugin, or a hook of a conftest.py, has chosen among "
+    "the tests that were chosen already, of which each job has a part; use --mpiexec without "
+    "--mpiexec-per, or choose by -k, -m or --deselect"
+)
 
 
 class Jobs:
@@ -35,11 +43,6 @@ class Jobs:
         refuse_others(config)
         self._config, self._launcher = config, launcher
         words = list(map(str, config.invocation_params.args))
-        for place in config.option.file_or_dir:
-            # The last that is the same: the first may be the value of an option.
-            del words[len(words) - 1 - words[::-1].index(place)]
-        words += [f"--rootdir={config.rootpath}"]
-        words += ["-c", str(config.inipath)] if config.inipath else []
         self._has_cache = config.pluginmanager.has_plugin("cacheprovider")
         words += ["--cov-append"] if getattr(config.option, "cov_source", None) else []
         self._options = words
@@ -67,11 +70,11 @@ class Jobs:
         captured = self._config.option.capture != "no"
         with TemporaryDirectory(prefix="arraycomm-job-") as folder:
             directory = Path(folder)
+            (directory / _TESTS).write_text(json.dumps(names), "utf-8")
             with (directory / "output").open("wb") as output:
                 streams: dict[str, Any] = {"stdout": output, "stderr": output} if captured else {}
                 cache = [f"-ocache_dir={folder}/cache"] if self._has_cache else []
-                arguments = [*self._options, *cache, *names]
-                status = self._launcher.run(arguments, directory, **streams)
+                status = self._launcher.run([*self._options, *cache], directory, **streams)
             done = self._repeat(directory / _REPORTS)
             ended = (directory / ENDED).exists() and status in (0, 1, 5)
             said = (directory / "output").read_text("utf-8", "replace")[-_SHOWN:]
@@ -81,6 +84,9 @@ class Jobs:
         elif rest and not ended:
             self._report_end(rest[0], f"the job ended with status {status} in this test:\n{said}")
             return rest[1:]
+        elif not session.shouldfail:
+            for item in rest:
+                self._report_end(item, _LEFT_OUT)
         return []
 
     def _repeat(self, path: Path) -> set[str]:
@@ -136,8 +142,11 @@ class _ToParent:
 
 
 def report_to_parent(config: pytest.Config, directory: str, rank: int) -> None:
-    """Let the process that has started this job report its tests."""
+    """Run the tests that the process has chosen which has started this job, and report them."""
     leave_reports(config)
+    config.args = json.loads(Path(directory, _TESTS).read_text("utf-8"))
+    # There are no failures of an earlier run that it could choose.
+    config.option.lf = False
     if rank == 0:
         file = Path(directory, _REPORTS).open("ab")  # noqa: SIM115 - closed at the end
         config.add_cleanup(file.close)
