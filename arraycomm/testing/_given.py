@@ -20,7 +20,7 @@ from arraycomm.testing._arrays.array_case import DRAWN
 from arraycomm.testing._arrays.frameworks import installed_frameworks
 from arraycomm.testing._arrays.rank_values import set_rank_count
 from arraycomm.testing._example import Example
-from arraycomm.testing._failures import first_failure
+from arraycomm.testing._failures import CAUSED, first_failure, is_skip, priority
 from arraycomm.testing._hypothesis import (
     DataObject,
     Draws,
@@ -124,6 +124,8 @@ class _Given:
     world: Any
     timeout: float
     strategies: dict[str, st.SearchStrategy[Any]]
+    # The numbers of ranks of pytest's marker, for a test without some of its own.
+    _marked: Sequence[int] = ()
     # The current run of each thread that runs the test.
     _current: threading.local = field(default_factory=threading.local)
 
@@ -149,8 +151,12 @@ class _Given:
         return run
 
     def set_ranks(self, counts: Sequence[int]) -> None:
-        """Draw the number of ranks from those of pytest's marker, unless `given` has some."""
-        self.ranks = counts if self.ranks is None else self.ranks
+        """Draw the number of ranks from those of the item's marker, unless `given` has some."""
+        self._marked = counts
+
+    @property
+    def _wanted(self) -> Ranks:
+        return self.ranks if self.ranks is not None else self._marked or None
 
     def _driver(self) -> Callable[..., Any]:
         """Return the function that Hypothesis calls for each example, with `ranks` for `comm`."""
@@ -184,7 +190,7 @@ class _Given:
         group.meet(os.environ.get("PYTEST_CURRENT_TEST", name))
         self._current.run = _Run(group, self.timeout)
         if self.counts() == []:
-            raise unittest.SkipTest(f"needs {self.ranks} ranks; there are {group.size}")
+            raise unittest.SkipTest(f"needs {self._wanted} ranks; there are {group.size}")
         if group.rank:
             return group.follow(functools.partial(self.test, *args, **kwargs))
         self._complete_examples(hypothesis_test)
@@ -209,15 +215,15 @@ class _Given:
     def counts(self) -> st.SearchStrategy[int] | list[int]:
         """Return the possible numbers of ranks, or a strategy for them."""
         group = self._current.run.group
-        match self.ranks:
+        match wanted := self._wanted:
             case None:
                 return list(range(1, group.usual + 1))
             case int():
-                return [self.ranks] if 1 <= self.ranks <= group.size else []
+                return [wanted] if 1 <= wanted <= group.size else []
             case st.SearchStrategy():
-                return self.ranks.filter(lambda count: 1 <= count <= group.size)
+                return wanted.filter(lambda count: 1 <= count <= group.size)
             case _:
-                return [count for count in self.ranks if 1 <= count <= group.size]
+                return [count for count in wanted if 1 <= count <= group.size]
 
     def _complete_examples(self, hypothesis_test: Any) -> None:
         """Give explicit examples without a number of ranks the largest one."""
@@ -253,13 +259,16 @@ class _Given:
         replay([part.record for part in parts])
         if draws is not None and draws.ended is not None:
             raise draws.ended
-        for part in parts:
-            if part.error is not None and ends_example(part.error):
-                raise part.error
-        error = first_failure(parts)
-        run.learn(error, time.monotonic() - started)
-        if error is not None:
-            raise error
+        errors = [part.error for part in parts if part.error is not None]
+        # An assumption ends the example for all ranks; a skipped test hides no failure of another.
+        fails = any(not ends_example(error) and priority(error) != CAUSED for error in errors)
+        for error in errors:
+            if ends_example(error) and not (fails and is_skip(error)):
+                raise error
+        first = first_failure(parts)
+        run.learn(first, time.monotonic() - started)
+        if first is not None:
+            raise first
         return parts[0].result
 
 

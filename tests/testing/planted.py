@@ -207,6 +207,13 @@ def test_skip_on_one_rank(comm, x) -> None:
     comm.barrier()
 
 
+@given(ranks=2, x=numbers)
+def test_failure_beside_a_skip(comm, x) -> None:
+    if comm.rank == 0:
+        pytest.skip("not here either")
+    raise ValueError("planted beside a skip")
+
+
 @hypothesis.settings(max_examples=5)
 @hypothesis.example(x=7)
 @hypothesis.example(x=8, ranks=1)

@@ -157,6 +157,7 @@ def test_explicit_examples_methods_fixtures_and_strides(ranks) -> None:
 @pytest.mark.parametrize("ranks", KINDS)
 def test_skips(ranks) -> None:
     assert "not here" in _report(ranks)
+    assert "planted beside a skip" in _section(ranks, "test_failure_beside_a_skip")
     assert ("needs [64] ranks; there are 3" in _report(ranks)) == (ranks is not None)
 
 

@@ -133,18 +133,20 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """
     _refuse_foreign(item)
     marker = item.get_closest_marker("ranks")
-    if marker is None or not marker.args or takes_comm(item):
-        return
+    counts = () if marker is None else marker.args
     set_ranks = getattr(getattr(item, "obj", None), "set_ranks", None)
     if set_ranks is not None:
-        set_ranks(marker.args)
+        # Also without a marker: classes may share the test.
+        set_ranks(counts)
+        return
+    if not counts or takes_comm(item):
         return
     ranks = item.config.stash.get(_RANKS, None)
     size = getattr(ranks, "size", 1)
-    if size not in marker.args:
-        counts = " or ".join(map(str, marker.args))
+    if size not in counts:
+        wanted = " or ".join(map(str, counts))
         pytest.skip(
-            f"needs the {counts} ranks of an mpiexec, since it does not take comm; got {size}"
+            f"needs the {wanted} ranks of an mpiexec, since it does not take comm; got {size}"
         )
 
 
