@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
 from arraycomm import _session
+from arraycomm._callsite import describe_exception
 from arraycomm._calls.operation import Context
 from arraycomm._calls.runner import Runner
 from arraycomm._collectives.groups import Barrier
@@ -126,7 +127,7 @@ def missing_ranks(comm: Communicator) -> list[int]:
     return group_of(comm).control.missing()
 
 
-def left_behind(comm: Communicator) -> tuple[int, bool, bool, int]:
+def left_behind(comm: Communicator) -> tuple[int, bool, bool, int, str]:
     """Return what `Left` says beyond steps: messages, requests, whether it is open, groups."""
     related = group_of(comm).related
     sizes = {(group.size, group.control.shared, group.backend) for group in related}
@@ -135,6 +136,7 @@ def left_behind(comm: Communicator) -> tuple[int, bool, bool, int]:
         not all(group.engine.idle for group in related),
         is_open(comm),
         len(related) if sizes == {(comm.size, True, "mpi")} else 0,
+        "" if (unseen := unseen_error(comm)) is None else describe_exception(unseen),
     )
 
 

@@ -272,6 +272,12 @@ class TestCase(unittest.TestCase):
     def test_method_of_a_test_case(self, comm) -> None:
         raise AssertionError("it does not run")
 
+    @only_processes
+    @pytest.mark.ranks(timeout=0.5)
+    def test_interrupted_in_a_test_case(self) -> None:
+        while ac.init().rank == 1:
+            time.sleep(60.0)
+
 
 @hypothesis.seed(os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0")))
 class Machine(RuleBasedStateMachine):
@@ -301,6 +307,11 @@ def test_message_is_left(comm) -> None:
 @only_processes
 def test_request_is_left(comm) -> None:
     comm.irecv((comm.rank + 1) % comm.size)
+
+
+def test_request_that_nobody_waits_for_fails(comm) -> None:
+    if comm.rank == 0:
+        comm.iallreduce(1.0)
 
 
 def test_waits_for_a_message_of_a_rank_that_fails(comm) -> None:

@@ -29,6 +29,7 @@ from arraycomm.testing._internals import (
     completed_step,
     left_behind,
     missing_ranks,
+    unseen_error,
 )
 from arraycomm.testing._ranks.interrupt import Interruptible, Interruption
 from arraycomm.testing._ranks.rank_links import Left, RankLinks
@@ -141,6 +142,7 @@ class Lockstep:
             time.sleep(min(example.timeout, _TOGETHER))
         text = "" if part.error is None else describe_exception(part.error)
         in_step, clean = LastStep(comm, text).complete(_ENDING)
+        part.error = part.error or unseen_error(comm)
         error = None if part.error is None else pack(part.error)
         left = Left(in_step, clean, *left_behind(comm))
         local = Ended(part.record, error, part.step, left)

@@ -25,6 +25,8 @@ class Left:
     is_open: bool = True
     # How many groups could be freed after `take_up_rest`; 0 if some could not.
     groups: int = 0
+    # The error of a request that nobody has waited for.
+    unseen: str = ""
 
 
 def can_take_up(groups: Sequence[int]) -> bool:
@@ -34,6 +36,13 @@ def can_take_up(groups: Sequence[int]) -> bool:
 
 def fault_of(left: Sequence[Left]) -> str:
     """Return what a test that has passed must not leave behind, and what to write; or nothing."""
+    failed = [(rank, other.unseen) for rank, other in enumerate(left) if other.unseen]
+    if failed:
+        rank, text = failed[0]
+        return (
+            f"the test has passed, but a request of {name_ranks([rank])} has failed, and nobody "
+            f"has waited for it: call wait() on each request.\n{text}"
+        )
     if not all(other.is_open for other in left):
         # An error has ended the communicator, which the test expected.
         return ""

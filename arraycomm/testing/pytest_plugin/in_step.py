@@ -266,6 +266,8 @@ class InStep:
                 result = yield
                 # unittest does not raise what a method has raised.
                 if caught := getattr(item, "_excinfo", None):
+                    if isinstance(caught[0].value, Interruption):
+                        raise caught.pop(0).value
                     self._end_by_error(test, caught[0].value)
                 elif when == "call":
                     self._end_in_step(test)
@@ -386,7 +388,7 @@ class InStep:
             world = test.world or leave_world("")
             together = world is not None and world.together(_ENDING)
             clean = world is None or world.complete(_ENDING)[1]
-            groups = 0 if world is None else left_behind(world.comm)[-1]
+            groups = 0 if world is None else left_behind(world.comm)[3]
             replies = self._exchange("the end of the world", (together, clean, groups))
             togethers, cleans, counts_of_groups = zip(*replies, strict=True)
             if all(togethers):
