@@ -17,7 +17,7 @@ from queue import Empty
 from types import FrameType
 from typing import Final, NamedTuple
 
-from arraycomm._jobs.launchers import Launcher, nodes_of
+from arraycomm._jobs.launchers import Launcher, nodes_of, remove_files_of
 from arraycomm._jobs.relay import LOOK, Relay, Report
 from arraycomm._launch.library import MPICH
 from arraycomm._launch.places import threads_for
@@ -99,7 +99,7 @@ def run_job(
     # A group of its own: Ctrl-C reaches this process alone, which passes it on. From there a
     # terminal could not be read.
     with subprocess.Popen(
-        _tied([*started, *program.on_rank(mark)]),
+        tied([*started, *program.on_rank(mark)]),
         stdin=None if reads else subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -110,7 +110,7 @@ def run_job(
         return _Job(process, ranks, program, relay, hides_ends).run()
 
 
-def _tied(command: Sequence[str]) -> list[str]:
+def tied(command: Sequence[str]) -> list[str]:
     """Return the words of a command that ends with this process, even if that is killed."""
     if sys.platform != "linux":
         return list(command)
@@ -252,6 +252,8 @@ class _Job:
             self._process.wait(_PATIENCE)
         except subprocess.TimeoutExpired:
             self._process.kill()
+            self._process.wait()
+            remove_files_of(self._process.pid)
         self._relay.join(LOOK)
 
 

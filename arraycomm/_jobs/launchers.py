@@ -26,6 +26,11 @@ PROCESSES: Final = "processes"
 _STARTER: Final = Path(__file__).with_name("starter.py")
 # What a launcher sets that has started this process as its only rank.
 _OF_LAUNCHERS: Final = ("PMI_", "PMIX_", "OMPI_", "MPI_LOCAL")
+# Where Open MPI's keeps its files: the first that is set.
+_BASES: Final = (
+    *("PRTE_MCA_prte_tmpdir_base", "PRTE_MCA_prte_local_tmpdir_base"),
+    *("TMPDIR", "TEMP", "TMP"),
+)
 # How far above the library the directory with its programs may lie: lib/, lib64/openmpi/lib/.
 _ABOVE: Final = 3
 
@@ -130,6 +135,15 @@ def family_of_program(program: str) -> str:
         return ""
     said = asked.stdout + asked.stderr
     return next((f for f, words in _SAID.items() if any(word in said for word in words)), "")
+
+
+def remove_files_of(pid: int) -> None:
+    """Remove what a launcher of Open MPI has left that was killed.
+
+    It names its files by its process number, and does not start if there are any.
+    """
+    base = next(filter(None, map(os.environ.get, _BASES)), "/tmp")
+    shutil.rmtree(os.path.join(base, f"ompi.{pid}"), ignore_errors=True)
 
 
 # How many nodes batch systems say that they gave to this job.

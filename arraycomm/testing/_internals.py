@@ -8,9 +8,9 @@ from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
 from arraycomm import _session
-from arraycomm._callsite import describe_exception
 from arraycomm._calls.operation import Context
 from arraycomm._calls.runner import Runner
+from arraycomm._callsite import describe_exception
 from arraycomm._collectives.groups import Barrier
 from arraycomm._collectives.objects import BcastObject
 from arraycomm._communicator import Communicator, group_of, runner_of

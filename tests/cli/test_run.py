@@ -428,6 +428,29 @@ def test_each_launcher_gets_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> No
     assert set(ours.environment({})) > {"OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"}
 
 
+KILLED = """
+import os, sys, threading
+from arraycomm._jobs import job, launchers
+
+job._PATIENCE = job._HEARD = 0.1
+threading.Timer(1.0, os.kill, (os.getpid(), 15)).start()
+launcher = launchers.Launcher(sys.argv[1], launchers.OPEN_MPI)
+print(job.run_job(launcher, 2, os.environ, job.Program(["none"], grace=0.1)).told)
+"""
+
+
+def test_killed_launcher_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Open MPI's would not start if it got the process number of one that has left some."""
+    monkeypatch.setenv("PRTE_MCA_prte_tmpdir_base", str(tmp_path / "base"))
+    stays = (
+        "mkdir -p $PRTE_MCA_prte_tmpdir_base/ompi.$$/0; trap '' TERM; while :; do sleep 0.1; done"
+    )
+    (tmp_path / "mpiexec").write_text(f"#!/bin/sh\n{stays}\n")
+    (tmp_path / "mpiexec").chmod(0o755)
+    assert run_python("-c", KILLED, str(tmp_path / "mpiexec")).stdout == "15\n"
+    assert list((tmp_path / "base").iterdir()) == []
+
+
 def test_batch_systems_say_how_many_nodes_there_are(tmp_path: Path) -> None:
     hosts = tmp_path / "hosts"
     hosts.write_text("a slots=2\na slots=2\nb\n\n")

@@ -98,7 +98,11 @@ OF_PROCESSES = {
     *("test_others_are_in_init_when_a_rank_fails", "test_world_is_closed_by_a_failure"),
     *("test_law_of_plain_mpi4py", "runTest"),
     *("test_message_that_nobody_receives", *(name for name in FAILED if "test_waits_in" in name)),
-    *("test_request_is_left", "test_interrupted_in_a_test_case", "test_waits_for_a_message_of_a_rank_that_has_ended"),
+    *(
+        "test_request_is_left",
+        "test_interrupted_in_a_test_case",
+        "test_waits_for_a_message_of_a_rank_that_has_ended",
+    ),
 }
 
 
@@ -560,8 +564,13 @@ def pytest_collection_modifyitems(config, items):
 
 
 @needs_mpiexec
-def test_job_that_leaves_out_a_test_fails_it(tmp_path) -> None:
-    """A hook that halves the tests halves those of each job again; paths may be an ini file's."""
+def test_job_that_leaves_out_a_test_fails_it(tmp_path, monkeypatch) -> None:
+    """A hook that halves the tests halves those of each job again; paths may be an ini file's.
+
+    It makes no difference if pytest is the only process of a launcher, as in a shell of srun.
+    """
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
+    monkeypatch.setenv("SLURM_PROCID", "0")
     tests = (f"def test_{number}(comm): pass" for number in range(4))
     (tmp_path / "test_part.py").write_text("\n".join(tests), encoding="utf-8")
     (tmp_path / "conftest.py").write_text(HALVES, encoding="utf-8")
@@ -589,7 +598,7 @@ def test_waits(comm):
 
 @needs_mpiexec
 @pytest.mark.each_mpi
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_signal_ends_the_ranks_and_loses_no_failure(number, tmp_path) -> None:
     file = tmp_path / "test_waiting.py"
     file.write_text(WAITING, encoding="utf-8")
@@ -610,7 +619,9 @@ def test_signal_ends_the_ranks_and_loses_no_failure(number, tmp_path) -> None:
             time.sleep(0.1)
         job.send_signal(number)
         status = job.wait(100)
-    assert status == (2 if number == signal.SIGINT else 128 + signal.SIGTERM)
+    assert (
+        status == {signal.SIGINT: 2, signal.SIGTERM: 128 + number, signal.SIGKILL: -number}[number]
+    )
     assert number != signal.SIGINT or "\nFAILED " in (tmp_path / "out").read_text()
     while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,9 +14,12 @@ from typing import Any, Final, NoReturn
 
 import pytest
 
-from arraycomm import _launch
 from arraycomm._errors import BackendUnavailableError
-from arraycomm._jobs.launchers import find_launcher
+from arraycomm._jobs.job import tied
+from arraycomm._jobs.launchers import find_launcher, remove_files_of
+from arraycomm._launch import children_of
+from arraycomm._launch import find_launcher as find_launcher_of
+from arraycomm.testing.pytest_plugin.start import launch_of_this
 from arraycomm_pytest import ENDED, JOB, PID
 
 # Seconds in which the ranks end by themselves after Ctrl-C or another signal.
@@ -47,7 +51,7 @@ class Launcher:
             environment = {"PY_COLORS": "1", "COLUMNS": width} | environment
         # In a session of its own: Ctrl-C would have the launcher end the ranks before their report.
         job = subprocess.Popen(
-            [*self._command, *arguments],
+            tied([*self._command, *arguments]),
             stdin=subprocess.DEVNULL,
             env=environment,
             start_new_session=True,
@@ -80,8 +84,18 @@ def _end(job: subprocess.Popen[bytes]) -> None:
         try:
             job.wait(_ENDING)
         except subprocess.TimeoutExpired:
-            os.killpg(job.pid, signal.SIGKILL)
+            for process in (*_ranks_below(job.pid), job.pid):
+                with suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
             job.wait()
+            remove_files_of(job.pid)
+
+
+def _ranks_below(launcher: int) -> Iterator[int]:
+    """Yield the ranks of this node that a launcher has started, directly or by one of its own."""
+    for child in children_of(launcher):
+        found = find_launcher_of(child)
+        yield from _ranks_below(child) if found and found.pid == child else [child]
 
 
 def _raise_exit(number: int, frame: object) -> NoReturn:
@@ -93,7 +107,7 @@ def launch(config: pytest.Config) -> int | None:
 
     It is also None if this process collects the tests, and starts a job for some at a time.
     """
-    if _launch.detect(os.environ) is not None:
+    if launch_of_this() is not None:
         return None
     launcher = Launcher(config)
     if config.getoption("mpiexec_per") is not None:

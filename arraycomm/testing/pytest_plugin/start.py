@@ -23,7 +23,7 @@ _LOOK: Final = 2.0
 
 def take_up_ranks(config: pytest.Config, key: pytest.StashKey[Any]) -> None:
     """Let the ranks of this job run pytest in step; do nothing in a process that is alone."""
-    launch = _launch_of_this()
+    launch = launch_of_this()
     if launch is None:
         return
     refuse_others(config)
@@ -42,7 +42,7 @@ def take_up_ranks(config: pytest.Config, key: pytest.StashKey[Any]) -> None:
     config.pluginmanager.register(ranks, "arraycomm-ranks")
 
 
-def _launch_of_this() -> _launch.Launch | None:
+def launch_of_this() -> _launch.Launch | None:
     """Return what has started this process as a rank among others; None if it is alone."""
     launch = _launch.detect(os.environ)
     alone = launch is None or launch.size == 1 or _launch.claimed_by(os.environ, os.getpid())
@@ -53,7 +53,7 @@ def end_before_others() -> None:
     """Tell the other ranks that this one ends before its tests, so that they do so as well."""
     from arraycomm.testing.pytest_plugin.job import END_OF_RUN, EndOfRun, Job
 
-    launch = _launch_of_this()
+    launch = launch_of_this()
     if launch is not None:
         with suppress(Exception):
             why = "it could not load its conftest.py, and has said why"

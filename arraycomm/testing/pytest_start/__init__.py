@@ -103,7 +103,7 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
         import_module(f"{_PARTS}.start").take_up_ranks(config, _RANKS)
     if _JOB and config.getoption("mpiexec_per") is not None:
         import_module(f"{_PARTS}.jobs").report_to_parent(config, _JOB, _rank(config))
-    if config.getoption("mpiexec") is None:
+    if _JOB or config.getoption("mpiexec") is None:
         return None
     status: int | None = import_module(f"{_PARTS}.launching").launch(config)
     return status
