@@ -154,10 +154,6 @@ class _Given:
         """Draw the number of ranks from those of the item's marker, unless `given` has some."""
         self._marked = counts
 
-    @property
-    def _wanted(self) -> Ranks:
-        return self.ranks if self.ranks is not None else self._marked or None
-
     def _driver(self) -> Callable[..., Any]:
         """Return the function that Hypothesis calls for each example, with `ranks` for `comm`."""
 
@@ -190,7 +186,9 @@ class _Given:
         group.meet(os.environ.get("PYTEST_CURRENT_TEST", name))
         self._current.run = _Run(group, self.timeout)
         if self.counts() == []:
-            raise unittest.SkipTest(f"needs {self._wanted} ranks; there are {group.size}")
+            raise unittest.SkipTest(
+                f"needs {self.ranks or self._marked} ranks; there are {group.size}"
+            )
         if group.rank:
             return group.follow(functools.partial(self.test, *args, **kwargs))
         self._complete_examples(hypothesis_test)
@@ -215,7 +213,7 @@ class _Given:
     def counts(self) -> st.SearchStrategy[int] | list[int]:
         """Return the possible numbers of ranks, or a strategy for them."""
         group = self._current.run.group
-        match wanted := self._wanted:
+        match wanted := self._marked or None if self.ranks is None else self.ranks:
             case None:
                 return list(range(1, group.usual + 1))
             case int():

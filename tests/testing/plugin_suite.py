@@ -253,14 +253,8 @@ class OnSomeRanks:
         assert comm.size == self.count
 
 
-@pytest.mark.ranks(2)
-class TestOnTwo(OnSomeRanks):
-    count = 2
-
-
-@pytest.mark.ranks(3)
-class TestOnThree(OnSomeRanks):
-    count = 3
+TestOnTwo = pytest.mark.ranks(2)(type("TestOnTwo", (OnSomeRanks,), {"count": 2}))
+TestOnThree = pytest.mark.ranks(3)(type("TestOnThree", (OnSomeRanks,), {"count": 3}))
 
 
 @hypothesis.given(x=st.booleans())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Real
 
 import pytest
 
@@ -24,12 +25,14 @@ def _counts_of(node: pytest.Item) -> Sequence[int]:
     if marker is None:
         return ()
     unknown = set(marker.kwargs) - {"timeout"}
+    seconds = marker.kwargs.get("timeout")
     wrong = [count for count in marker.args if type(count) is not int or count < 1]
-    if unknown or wrong or len(set(marker.args)) < len(marker.args):
+    has_limit = seconds is None or (isinstance(seconds, Real) and float(seconds) > 0)
+    if unknown or wrong or not has_limit or len(set(marker.args)) < len(marker.args):
         raise pytest.UsageError(
             "ranks: the marker takes different numbers of ranks, each an int of at least 1, and "
-            f"timeout=seconds, as in @pytest.mark.ranks(2, 4, timeout=10); {node.nodeid} has "
-            f"{marker}"
+            "timeout=seconds, more than 0, as in @pytest.mark.ranks(2, 4, timeout=10); "
+            f"{node.nodeid} has {marker}"
         )
     return marker.args
 

@@ -30,9 +30,8 @@ _STOPPED: Final = int(pytest.ExitCode.INTERRUPTED)
 # Characters of what a job has written that a report shows.
 _SHOWN: Final = 20_000
 _LEFT_OUT: Final = (
-    "the job of this test has left it out: a plugin, or a hook of a conftest.py, has chosen among "
-    "the tests that were chosen already, of which each job has a part; use --mpiexec without "
-    "--mpiexec-per, or choose by -k, -m or --deselect"
+    "the job of this test has left it out: a plugin, or a hook of a conftest.py, has chosen again, "
+    "from the tests of this job alone; leave out --mpiexec-per, or choose by -k, -m or --deselect"
 )
 
 

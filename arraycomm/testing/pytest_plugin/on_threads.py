@@ -171,7 +171,8 @@ def _run(
     __tracebackhide__ = True
     ranks = [RankThread(communicator_over(link, timeout), body) for link in make_group(count)]
     events: Events = queue.SimpleQueue()
-    limit = threading.Timer(timeout + SLACK, events.put, (_ends_in_time,))
+    seconds = min(timeout + SLACK, threading.TIMEOUT_MAX)
+    limit = threading.Timer(seconds, events.put, (_ends_in_time,))
     limit.daemon = True
     limit.start()
     try:
