@@ -31,6 +31,8 @@ _BASES: Final = (
     *("PRTE_MCA_prte_tmpdir_base", "PRTE_MCA_prte_local_tmpdir_base"),
     *("TMPDIR", "TEMP", "TMP"),
 )
+# By family, what only launchers of other MPIs set.
+_OF_OTHERS: Final = {MPICH: ("PMIX_", "OMPI_COMM_"), OPEN_MPI: ("PMI_", "MPI_LOCAL")}
 # How far above the library the directory with its programs may lie: lib/, lib64/openmpi/lib/.
 _ABOVE: Final = 3
 
@@ -65,10 +67,10 @@ class Launcher(NamedTuple):
         if self.family == MPICH and base.get("SLURM_JOB_NUM_NODES") == "1":
             # It would start its ranks by srun, which waits for this step to leave its cores.
             needed["HYDRA_BOOTSTRAP"] = "fork"
-        if self.family == MPICH:
-            # In what PMIx has started, as a shell of srun, it would take its own variables and
-            # these for two.
-            base = {name: said for name, said in base.items() if not name.startswith("PMIX_")}
+        # In what another MPI's launcher has started, or PMIx, as a shell of srun, its ranks would
+        # take the variables of that one for theirs.
+        others = _OF_OTHERS.get(self.family, ())
+        base = {name: said for name, said in base.items() if not name.startswith(others)}
         if self.family == PROCESSES:
             base = without_launcher(base)
         return needed | dict(base)

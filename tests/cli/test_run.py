@@ -425,30 +425,17 @@ def test_each_launcher_gets_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> No
     shell = {"SLURM_JOB_NUM_NODES": "1", "PMIX_RANK": "0", "OMP_NUM_THREADS": "1"}
     needed = {"SLURM_JOB_NUM_NODES": "1", "OMP_NUM_THREADS": "1", "HYDRA_BOOTSTRAP": "fork"}
     assert launchers.Launcher("mpiexec", MPICH).environment(shell) == needed
+    # In what another MPI's launcher has started.
+    assert "OMPI_COMM_WORLD_SIZE" not in other.environment({"OMPI_COMM_WORLD_SIZE": "1"})
+    assert "PMI_RANK" not in ours.environment({"PMI_RANK": "0"})
     assert set(ours.environment({})) > {"OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"}
 
 
-KILLED = """
-import os, sys, threading
-from arraycomm._jobs import job, launchers
-
-job._PATIENCE = job._HEARD = 0.1
-threading.Timer(1.0, os.kill, (os.getpid(), 15)).start()
-launcher = launchers.Launcher(sys.argv[1], launchers.OPEN_MPI)
-print(job.run_job(launcher, 2, os.environ, job.Program(["none"], grace=0.1)).told)
-"""
-
-
 def test_killed_launcher_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Open MPI's would not start if it got the process number of one that has left some."""
-    monkeypatch.setenv("PRTE_MCA_prte_tmpdir_base", str(tmp_path / "base"))
-    stays = (
-        "mkdir -p $PRTE_MCA_prte_tmpdir_base/ompi.$$/0; trap '' TERM; while :; do sleep 0.1; done"
-    )
-    (tmp_path / "mpiexec").write_text(f"#!/bin/sh\n{stays}\n")
-    (tmp_path / "mpiexec").chmod(0o755)
-    assert run_python("-c", KILLED, str(tmp_path / "mpiexec")).stdout == "15\n"
-    assert list((tmp_path / "base").iterdir()) == []
+    monkeypatch.setenv("PRTE_MCA_prte_tmpdir_base", str(tmp_path))
+    (tmp_path / "ompi.7" / "0").mkdir(parents=True)
+    launchers.remove_files_of(7)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_batch_systems_say_how_many_nodes_there_are(tmp_path: Path) -> None:
@@ -493,7 +480,7 @@ def test_without_an_mpi_ranks_are_processes_of_this_node(
     program: str, status: int, out: str, err: str
 ) -> None:
     text = f"import os, sys, arraycomm as ac; comm = ac.init()\n{program}"
-    words = ["-m", "arraycomm", "run", "-n", "3", "--prefix", "-c", text]
+    words = ["-m", "arraycomm", "run", "-n", "3", "--prefix", "--", "-c", text]
     job = subprocess.run(
         [sys.executable, *words], input="typed", capture_output=True, text=True, check=False
     )
