@@ -73,7 +73,8 @@ def arrange(words: Sequence[str]) -> list[str]:
     at = 0
     while at < len(words) and words[at].startswith("-") and words[at] not in (*_INTERPRETED, "--"):
         at += 2 if words[at] in _VALUED else 1
-    return [*words[:at], "--", *words[at:]] if at < len(words) else list(words)
+    rest = words[at + 1 :] if words[at : at + 1] == ["--"] else words[at:]
+    return [*words[:at], "--", *rest] if rest else list(words)
 
 
 def run(arguments: argparse.Namespace) -> int:
