@@ -31,7 +31,7 @@ _STOPPED: Final = int(pytest.ExitCode.INTERRUPTED)
 _SHOWN: Final = 20_000
 _LEFT_OUT: Final = (
     "the job of this test has left it out: a plugin, or a hook of a conftest.py, has chosen again, "
-    "from the tests of this job alone; leave out --mpiexec-per, or choose by -k, -m or --deselect"
+    "from the tests of this job alone; leave out --mpiexec-per, or choose by -k or -m"
 )
 
 
