@@ -116,8 +116,7 @@ class Request(ProcessBound, Generic[T_co]):
                 else:
                     with group.tracer.wait(group, str(self._site)):
                         result = engine.finish(task, timeout)
-                if self._ended.follow is not None:
-                    self._follow()
+                self._follow()
             if self.remember is not None:
                 remember, self.remember = self.remember, None
                 remember(result, self._ended.step)
@@ -133,10 +132,9 @@ class Request(ProcessBound, Generic[T_co]):
             task.waited_for = False
 
     def _follow(self) -> None:
-        """Let this thread use the result."""
-        follow, self._ended.follow = self._ended.follow, None
-        if follow is not None:
-            follow()
+        """Let this thread use the result, each time in the stream that is current then."""
+        if self._ended.follow is not None:
+            self._ended.follow()
 
     @entry
     def test(self) -> bool:

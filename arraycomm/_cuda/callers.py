@@ -117,15 +117,22 @@ class Waiters:
         self._memory = memory
         self._streams: dict[int, None] = {}
         self._kept: list[object] = []
+        self._is_needed = False
+        # What is current in the caller's thread, whose streams end with these objects.
+        self._callers = [state.read(memory.device) for state in STATES.values() if state.handle]
 
     def add(self, kept: object, streams: Iterable[int] = ()) -> None:
         """Keep the owner of memory, and have streams wait."""
+        self._is_needed = True
         self._kept.append(kept)
         self._streams.update(dict.fromkeys(streams))
 
     def wait(self, event: Event) -> None:
-        """Have all these streams wait for the event, and those that are current in this thread."""
-        if not self._kept:
+        """Have all these streams wait for the event, and those that are current in this thread.
+
+        Whoever takes the result once more, maybe in another stream, calls this again.
+        """
+        if not self._is_needed:
             return
         for state in STATES.values():
             found = None if state.handle is None else state.read(self._memory.device)
@@ -142,9 +149,11 @@ class Waiters:
             if not is_same(stream, self._memory.stream):
                 event.wait_on(stream)
         self._streams.clear()
-        self._kept.clear()
+        self._callers.clear()
+        # Results may be used in further streams.
+        self._kept = [kept for kept in self._kept if hasattr(kept, "record_stream")]
 
     def __del__(self) -> None:
-        if self._kept:
+        if self._streams:
             with suppress(Exception):  # nobody has taken the result, or there is none
                 self._wait(self._memory.record())

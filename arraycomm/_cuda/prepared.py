@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any, Final, NamedTuple, NoReturn
+from weakref import finalize
 
 import numpy as np
 
@@ -291,7 +292,7 @@ class PreparedCall:
         own = state.of(memory.own_stream, memory.device)
         self._beside = state.within(own, memory.device)
         self.event, self._before = memory.record(), memory.record()
-        # Of requests that somebody has waited for.
+        # Of requests that are gone.
         self._events: list[Any] = []
         # Those whose result goes elsewhere, and those in place.
         self._calls: dict[bool, Any] = {}
@@ -305,7 +306,7 @@ class PreparedCall:
         self.strays = 0
 
     def event_beside(self) -> Any:
-        """Return an event for one call beside the others, which nobody waits for so far."""
+        """Return an event for one call beside the others, which nobody waits for."""
         return self._events.pop() if self._events else self._memory.event()
 
     def add(self, recording: Recording, word: int, arrays: int, *, in_place: bool) -> bool:
@@ -394,11 +395,8 @@ class PreparedCall:
         waiters.add(found.arrays, (self.stream,))
         for target in found.targets:
             waiters.add(target)
-        return partial(self._follow, waiters, event)
-
-    def _follow(self, waiters: Waiters, event: Any) -> None:
-        waiters.wait(event)
-        self._events.append(event)
+        finalize(waiters, self._events.append, event)
+        return partial(waiters.wait, event)
 
     def deliver(self, found: Found, out: Any) -> list[Any]:
         """Return the parts of a call's result."""

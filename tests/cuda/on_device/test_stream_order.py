@@ -250,6 +250,22 @@ def test_a_request_may_be_waited_for_in_another_stream(comm, writable) -> None:
 
 
 @each_rank_of()
+def test_a_result_may_be_taken_twice_and_the_first_stream_be_gone(comm, writable) -> None:
+    begun(comm, writable)
+    for _ in range(3):
+        with writable.side():
+            x = writable.make(np.full(length(comm), comm.rank + 1, np.float32))
+            read = writable.make(np.zeros(length(comm), np.float32))
+            spin(stream_of(writable))
+            request = comm.iallreduce(x)
+        while not request.test():
+            time.sleep(1e-3)
+        with writable.side():
+            copy(read, request.wait(), stream_of(writable))
+            assert (writable.back(read) == sum(range(comm.size + 1))).all()
+
+
+@each_rank_of()
 def test_requests_of_two_communicators_may_be_taken_in_any_order(comm, writable) -> None:
     """Over NCCL all ranks start them in one order; each takes them in its own, and one call waits for another's result."""
     begun(comm, writable)
