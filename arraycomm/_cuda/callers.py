@@ -96,6 +96,24 @@ class Caller:
             return working_on(device)
         return self._within(differing)
 
+    def follower(self) -> Callable[[], None] | None:
+        """Return what lets a thread use what CuPy has written in the caller's stream so far.
+
+        None if CuPy is not used. PyTorch waits for its copies from the host by itself.
+        """
+        cupy = imported("cupy")
+        if cupy is None:
+            return None
+        with self.here():
+            device, event = cupy.cuda.Device().id, cupy.cuda.Event(disable_timing=True)
+            event.record()
+
+        def follow() -> None:
+            with working_on(device):
+                cupy.cuda.get_current_stream().wait_event(event)
+
+        return follow
+
     @contextmanager
     def _within(self, differing: Sequence[AbstractContextManager[Any]]) -> Iterator[None]:
         with ExitStack() as stack:

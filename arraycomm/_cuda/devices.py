@@ -118,7 +118,7 @@ class Devices(Placements):
 
     def __init__(self, group: Group, request: DeviceRequest) -> None:
         super().__init__(group)
-        self.host = PlainPlacement(group)
+        self.host = PlainPlacement(group, self)
         self._group = group
         self.request = request
         # Moves arrays between devices; None if they are copied to the host.
@@ -161,9 +161,8 @@ class Devices(Placements):
             return DevicePlacement(self._group, self.link, self, stream)
         # Ranks negotiate when a header shows an array on a device; check=False sends no headers.
         undecided = not self.negotiated and self._group.options.check and not custom
-        return CopiedPlacement(
-            self._group, ALL_ON_DEVICE if undecided else ON_HOST, arrays.number_of(x)
-        )
+        flag = ALL_ON_DEVICE if undecided else ON_HOST
+        return CopiedPlacement(self._group, self, flag, arrays.number_of(x))
 
     def of_other_tree(self, leaves: Sequence[Any], is_request: bool) -> HostPlacement:
         on_device = [arrays.on_cuda(leaf) for leaf in leaves]
@@ -173,13 +172,13 @@ class Devices(Placements):
         one_of_each = {type(x): x for x, there in zip(leaves, on_device, strict=True) if there}
         streams = {kind: arrays.check_stream(leaf) for kind, leaf in one_of_each.items()}
         if (self.negotiated and self.link is None) or not self._group.options.check:
-            return CopiedTreePlacement(self._group, ON_HOST, arrays.number_of(first))
+            return CopiedTreePlacement(self._group, self, ON_HOST, arrays.number_of(first))
         # The ranks compare the flag, which differs if a leaf is on a device on some ranks only.
         flag = digest(on_device) >> 1 & (1 << 62) - 1 | 2
         if all(there or leaf is None for there, leaf in zip(on_device, leaves, strict=True)):
             flag = ALL_ON_DEVICE
         if self.link is None:
-            return CopiedTreePlacement(self._group, flag, arrays.number_of(first))
+            return CopiedTreePlacement(self._group, self, flag, arrays.number_of(first))
         stream = self._stream_for(streams[type(first)], is_request)
         return TreePlacement(self._group, self.link, self, stream, flag)
 

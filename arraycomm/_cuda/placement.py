@@ -12,7 +12,7 @@ from arraycomm._arrays.buffer import Array, BufferView, allocate
 from arraycomm._arrays.device_memory import DeviceBuffer, DeviceMemory
 from arraycomm._arrays.results import commit_out, to_framework, view_out
 from arraycomm._arrays.views import view
-from arraycomm._calls.placement import HostPlacement, StagedTreePlacement
+from arraycomm._calls.placement import HostPlacement, Placements, StagedTreePlacement
 from arraycomm._cuda import arrays
 from arraycomm._cuda.callers import Caller, Waiters
 from arraycomm._cuda.frameworks import framework_named
@@ -72,6 +72,10 @@ class _CallersOut(BufferView):
 class PlainPlacement(HostPlacement):
     """Arrays on the host, whose results may go to a device."""
 
+    def __init__(self, group: Group, placements: Placements) -> None:
+        super().__init__(group)
+        self._placements = placements
+
     def view_other_out(self, out: Any, shape: tuple[int, ...], dtype: DType) -> BufferView:
         found = view_out(out, shape, dtype)
         return _CallersOut(found, arrays.number_of(out)) if arrays.on_cuda(out) else found
@@ -79,18 +83,29 @@ class PlainPlacement(HostPlacement):
     def here_of(self, out: BufferView) -> AbstractContextManager[Any]:
         return out.caller.here() if isinstance(out, _CallersOut) else super().here_of(out)
 
+    def commit(self, out: BufferView, flat: Flat, *, direct: bool) -> Any:
+        result = super().commit(out, flat, direct=direct)
+        if isinstance(out, _CallersOut):
+            self._placements.follow = self._placements.follow or out.caller.follower()
+        return result
+
 
 class CopiedPlacement(HostPlacement):
     """Arrays on a device that their framework copies to the host, and results back."""
 
-    def __init__(self, group: Group, device_flag: int, device: int | None) -> None:
+    def __init__(
+        self, group: Group, placements: Placements, device_flag: int, device: int | None
+    ) -> None:
         super().__init__(group, device_flag)
         # The ranks may choose NCCL in this call.
         self.in_order = device_flag != ON_HOST
-        self.here = Caller(device).here
+        self._placements, self._caller = placements, Caller(device)
+        self.here = self._caller.here
 
     def run(self, steps: Steps, digest: int = 0) -> Steps:
-        return run_within(self.here, steps)
+        result = yield from run_within(self.here, steps)
+        self._placements.follow = self._placements.follow or self._caller.follower()
+        return result
 
 
 class CopiedTreePlacement(CopiedPlacement, StagedTreePlacement):

@@ -102,7 +102,8 @@ class Recorded(NamedTuple):
 
     def placement(self, context: Context) -> HostPlacement:
         """Return the placement of a call: of what is made in full after all, if ranks differ."""
-        return CopiedTreePlacement(context.group, ALL_ON_DEVICE, self.prepared.device)
+        group, placements = context.group, context.placements
+        return CopiedTreePlacement(group, placements, ALL_ON_DEVICE, self.prepared.device)
 
     def put(self, context: Context, found: Any) -> list[Any]:
         """Put on the device what `prepared` has found there, and return the results."""
