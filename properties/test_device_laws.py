@@ -144,10 +144,11 @@ KINDS: dict[str, tuple[Callable[..., Any], Callable[..., Any] | None, Callable[.
 }
 
 
-def _long(comm: Communicator) -> Any:
+def _long(comm: Communicator, op: str = "sum", seconds: float = 0) -> Any:
     import cupy
 
-    return cupy.full(20_000, comm.rank + 1, "float32")
+    cupy.RawKernel("", "spin")((1,), (1,), (1e9 * seconds,))
+    return comm.allreduce(cupy.full(20_000, comm.rank + 1, "float32"), op)
 
 
 # What the first rank calls, and what the other does. In most of them as many bytes are moved.
@@ -186,10 +187,7 @@ DIFFERENT: dict[str, Ends] = {
         lambda comm, x: ac.allreduce_tree([x, x[:2]], "sum", comm=comm)[0],
         lambda comm, x: ac.allreduce_tree([x[:2], x], "sum", comm=comm)[0],
     ),
-    "in slices": (
-        lambda comm, _: comm.allreduce(_long(comm)),
-        lambda comm, _: comm.allreduce(_long(comm), "max"),
-    ),
+    "in slices": (lambda comm, _: _long(comm), lambda comm, _: _long(comm, op="max")),
     "to the host": (
         lambda comm, x: comm.allreduce(x, out=np.empty(4, "float32")),
         lambda comm, x: comm.allreduce(x, "max"),
@@ -273,7 +271,6 @@ def _follow(
     comm: Communicator, many: int, turns: list[Turn], end: str, start: str, late: Lateness
 ) -> None:
     comms = [comm, *(comm.dup(timeout=PATIENT) for _ in range(many - 1))]
-    last = comm.dup(timeout=TIMEOUT)
     outstanding: list[tuple[Any, Any]] = []
     for number, turn in enumerate(one for one in turns for _ in range(one.times)):
         rows = _rows(turn, number)
@@ -291,6 +288,9 @@ def _follow(
             assert _put_there(comm.rank) == begun
         else:
             assert np.array_equal(call(where, x).get(), want)
+    # While work is under way, for which the device takes long.
+    _long(comm, seconds=3e-2)
+    last = comm.dup(timeout=TIMEOUT)
     for request, want in reversed(outstanding):
         assert np.array_equal(request.wait().get().reshape(want.shape), want)
     _end(last, end, late, ahead=not start)

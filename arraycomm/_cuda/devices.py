@@ -231,6 +231,9 @@ class Devices(Placements):
         """Return the link of the ranks of one color, or None without a link; collective."""
         if self.link is None:
             return None
+        if self.link.async_check:
+            # NCCL may hang if it splits a communicator with work under way.
+            self.finish()
         return (yield from self.link.split(color, key))
 
     def child(self, group: Group, link: DeviceLink | None) -> Placements:

@@ -124,12 +124,17 @@ def alone(**options: Any) -> tuple[NcclLink, Nccl]:
     return drive(opening(nccl, 0, 1, new_name(), **options)), nccl
 
 
-def stuck() -> tuple[NcclLink, Nccl, Handle]:
+def left() -> tuple[NcclLink, Nccl]:
     """A link of two ranks, the other of which has gone after the opening."""
     name, nccl = new_name(), new_nccl()
     programs = [opening(nccl, 0, 2, name), opening(new_nccl(), 1, 2, name)]
     finish(*map(next, programs))
-    link: NcclLink = drive(programs[0])
+    return drive(programs[0]), nccl
+
+
+def stuck() -> tuple[NcclLink, Nccl, Handle]:
+    """The same, with a movement that does not end."""
+    link, nccl = left()
     buffer = link.empty(8, UINT8)
     nccl.slowness = 1 << 30
     return link, nccl, link.bcast(buffer, 1)
@@ -420,8 +425,7 @@ def test_a_nccl_without_split_leaves_it_to_the_caller() -> None:
 
 
 def test_a_split_that_is_given_up_ends_both_halves() -> None:
-    link, nccl, handle = stuck()
-    over(nccl, handle)
+    link, nccl = left()
     program = link.split(0, 0)
     assert not next(program).done()
     with pytest.raises(KeyboardInterrupt):
@@ -593,10 +597,11 @@ def test_what_is_missing_is_named(monkeypatch, device_lacks, error, words) -> No
     def load() -> Library:
         raise error
 
-    monkeypatch.setattr(device, "missing", lambda: device_lacks)
-    monkeypatch.setattr(libnccl, "load", load)
     monkeypatch.delenv("NCCL_COMM_BLOCKING", raising=False)
-    assert words in (libnccl.missing() or "")
+    with monkeypatch.context() as within:
+        within.setattr(device, "missing", lambda: device_lacks)
+        within.setattr(libnccl, "load", load)
+        assert words in (libnccl.missing() or "")
 
 
 def test_the_configuration_has_the_layout_of_2_18() -> None:

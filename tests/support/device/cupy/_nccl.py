@@ -271,6 +271,7 @@ class Nccl(Library):
         if comm is None:
             return INVALID_ARGUMENT
         assert config is None
+        assert comm.issued == comm.finished, "split while operations are under way"
         told = comm.meet("split", (color, key))
         number = comm.turns["split",]
 
