@@ -18,6 +18,7 @@ from arraycomm._cuda.callers import Caller, Waiters
 from arraycomm._cuda.frameworks import framework_named
 from arraycomm._cuda.links.link import DeviceLink
 from arraycomm._dtypes import DType
+from arraycomm._errors import PeerError
 from arraycomm._protocol.agreement import UndeliveredError
 from arraycomm._protocol.group import Group
 from arraycomm._protocol.header import ALL_ON_DEVICE, ON_HOST
@@ -228,9 +229,10 @@ class DevicePlacement(HostPlacement):
             self.link.show(digest, self._streams.digests)
         try:
             result = yield from steps
-        except UndeliveredError:
-            # The ranks go on.
-            self._streams.leave(self.memory, self._waiters)
+        except (UndeliveredError, PeerError) as error:
+            if not isinstance(error, PeerError) or error.in_step:
+                # The ranks go on.
+                self._streams.leave(self.memory, self._waiters)
             raise
         for found in self._views:
             arrays.release(found)

@@ -644,6 +644,21 @@ def test_who_waits_in_another_stream_finds_its_result_there(comm, any_link) -> N
     assert mine.ptr in [stream for stream, _ in _waits(any_link)[before:]]
 
 
+@each_rank_of("several", by="on_devices")
+def test_a_call_that_all_ranks_leave_is_over_on_the_device(comm, cuda) -> None:
+    """Else it would be taken for one that waits there for other ranks, until the time is up."""
+    import cupy
+
+    x = _there(np.ones(3, "float32"))
+    comm.allreduce(x)
+    with pytest.raises((ac.PeerError, ValueError), match="dtype"):
+        comm.bcast(cupy.ndarray(3, "i4,i4") if comm.rank == 0 else None, like=x)
+    until = time.monotonic() + 5
+    while internals.devices(comm).under_way:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
 def _waits(machine: Any) -> list[tuple[int, int]]:
     """Return which streams wait for which."""
     return [(note.stream, note.after) for note in machine.log if note.after is not None]
