@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from arraycomm._arrays.buffer import BufferView
+from arraycomm._arrays.current_device import imported
 from arraycomm._arrays.device_memory import DeviceBuffer, DeviceMemory
 from arraycomm._arrays.results import check_out
 from arraycomm._arrays.views import NOTHING
@@ -83,18 +84,21 @@ def number_of(x: Any) -> int | None:
     return None if device == ANY else device
 
 
-def check_stream(x: Any) -> tuple[int, ...]:
+def check_stream(x: Any, home: int | None = None) -> tuple[int, ...]:
     """Return the streams that the framework of a device array uses now, if calls can be there.
 
-    None are those of JAX, which does not show them: for its arrays any stream will do. Raises if
+    If any device can reach it, they are those of `home`, or of the current device. None are those
+    of JAX, which does not show them: for its arrays any stream will do. Raises if
     calls cannot be ordered in the framework's current stream.
     """
     framework = framework_of(x)
     device = None if framework is None else framework.device(x)
     if framework is None or device is None:
         return ()
+    if device == ANY and (cupy := imported("cupy")) is not None:
+        device = cupy.cuda.runtime.getDevice() if home is None else home
     streams = framework.streams(device)
-    if framework.captures(device, streams):
+    if streams and framework.captures(device, streams):
         raise ValueError(
             f"the current stream of {framework.name} is captured into a CUDA graph, which cannot "
             "hold the other ranks' part of a call; make the call outside of the capture"

@@ -154,7 +154,7 @@ class Devices(Placements):
         x = next(filter(arrays.on_cuda, others), None)
         if x is None:
             return self.host
-        streams = arrays.check_stream(x)
+        streams = arrays.check_stream(x, self._home)
         custom = any(isinstance(argument, Op) for argument in others)
         if self.link is not None and not custom:
             stream = self._stream_for(streams, is_request)
@@ -170,7 +170,9 @@ class Devices(Placements):
             return self.host_tree
         first = leaves[on_device.index(True)]
         one_of_each = {type(x): x for x, there in zip(leaves, on_device, strict=True) if there}
-        streams = {kind: arrays.check_stream(leaf) for kind, leaf in one_of_each.items()}
+        streams = {
+            kind: arrays.check_stream(leaf, self._home) for kind, leaf in one_of_each.items()
+        }
         if (self.negotiated and self.link is None) or not self._group.options.check:
             return CopiedTreePlacement(self._group, self, ON_HOST, arrays.number_of(first))
         # The ranks compare the flag, which differs if a leaf is on a device on some ranks only.
@@ -203,6 +205,10 @@ class Devices(Placements):
     def _stream_for(self, streams: Sequence[int], is_request: bool) -> int:
         """Return a call's stream: a blocking one's is the framework's current one, if shown."""
         return self._own_stream if is_request or not streams else streams[0]
+
+    @property
+    def _home(self) -> int | None:
+        return None if self.link is None else self.link.memory.device
 
     @property
     def _own_stream(self) -> int:

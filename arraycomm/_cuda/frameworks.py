@@ -264,6 +264,10 @@ class _Protocols(_CuPy):
                 return _device_at(by_cuda_interface(x, "x").layout.address)
         return None
 
+    def streams(self, device: int) -> tuple[int, ...]:
+        # If CuPy is lacking, that is told when the array is read.
+        return super().streams(device) if imported("cupy") is not None else ()
+
     def plain_address(self, x: Any, device: int) -> int | None:
         return None
 

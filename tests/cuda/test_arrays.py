@@ -393,9 +393,16 @@ def test_dlpacks_places(place: tuple[int, int], device: int | None) -> None:
     assert not x.asked
 
 
-def test_managed_memory_is_of_every_device(cupy: Any) -> None:
+def test_managed_memory_is_of_every_device(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     x = Producer(some(float), (13, 0))
     assert arrays.device_view(x, "x", LoggedMemory(2)).device == ("cuda", 2)
+    mine = (cupy.cuda.get_current_stream().ptr,)
+    assert arrays.check_stream(x) == mine
+    cupy.cuda.Device(1).use()
+    assert arrays.check_stream(x, home=0) == mine
+    # What is lacking is told when it is read.
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    assert arrays.check_stream(x) == ()
 
 
 @pytest.mark.parametrize(
