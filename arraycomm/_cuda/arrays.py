@@ -160,15 +160,15 @@ def finish(result: Result, like: BufferView) -> Any:
 def view_out(out: Any, shape: tuple[int, ...], dtype: DType, memory: DeviceMemory) -> DeviceView:
     """Return a view of a device array `out`, to write a result of this shape and dtype into.
 
-    It has the caller's memory if the elements are contiguous, and otherwise memory that
-    `commit_out` copies from. Raises what `_arrays.views.view_out` does.
+    It has the caller's memory if kernels can work there, and otherwise memory that `commit_out`
+    copies from. Raises what `_arrays.views.view_out` does.
     """
     framework, export, found = _inspect(out, "out", memory)
     if framework.name == "jax":
         raise BufferError("out is a JAX array, which is immutable; use the result instead of out")
     check_out(found, shape, dtype)
     _check_writable(found)
-    if not export.layout.contiguous:
+    if not export.layout.fit:
         found.device_buffer, found.copied = empty_like(found, shape, dtype, memory)[1], True
     return found
 

@@ -177,9 +177,12 @@ def test_cupy_out_is_written_in_place(cupy, memory, dtype, layout) -> None:
     assert not host(whole)[untouched].any()
 
 
-def test_a_result_elsewhere_is_copied_into_out(cupy: Any, memory: LoggedMemory) -> None:
-    out = as_cupy(np.zeros(4))
+@pytest.mark.parametrize("offset", [0, 1])
+def test_a_result_elsewhere_is_copied_into_out(cupy, memory, offset) -> None:
+    """Also where no kernel could write it, since the elements are not aligned."""
+    out = cupy.ndarray(4, float, as_cupy(np.zeros(5)).data + offset)
     found = arrays.view_out(out, (4,), np.dtype(float), memory)
+    assert (found.device_buffer.address == out.data.ptr) == (not offset)
     arrays.commit_out(found, memory.upload(np.arange(4.0)))
     assert out.tolist() == [0, 1, 2, 3]
     assert memory.log.count("copy") == 1
