@@ -275,11 +275,11 @@ class SmallCall(Exchanged):
         group, site = self._group, call_site(3)
         engine = self._engine
         with engine.turn:
-            found = self._found(x, out)
-            if found is None or group.closed is not None:
+            exchange, found = self.exchange, self._found(x, out)
+            if exchange is None or found is None or group.closed is not None:
                 return NotImplemented
             ended = Ended()
-            steps = self._steps(self.exchange, x, out, *found, site, ended)
+            steps = self._steps(exchange, x, out, *found, site, ended)
             task = engine.submit(group.guarded(steps), site)
         return Request(group, task, site, ended)
 
@@ -442,7 +442,9 @@ class LargeAllreduce(Exchanged):
     def _reduce(self, x: Array, out: Array) -> bool:
         """Reduce, unless requests are under way; return whether that was done."""
         with self._engine.turn:
-            if self._engine.queue or self._group.closed is not None:
+            # Another thread may give up this path meanwhile.
+            exchange = self.exchange
+            if exchange is None or self._engine.queue or self._group.closed is not None:
                 return False
             try:
                 chunks.reserve(self._link, self._nbytes)
@@ -450,7 +452,7 @@ class LargeAllreduce(Exchanged):
                 return False
             started = perf_counter()
             self._group.watchdog.current = self._current
-            if self.exchange.meet():
+            if exchange.meet():
                 source, target = x.reshape(-1), out.reshape(-1)
                 self._engine.run(self._group.guarded(self._moving(source, target)))
                 self._calls += 1

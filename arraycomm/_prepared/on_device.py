@@ -49,14 +49,14 @@ class DevicePath(Exchanged):
 
     def __call__(self, x: Any, out: Any) -> Any:
         with self._engine.turn:
-            started = perf_counter()
-            found = self._look(x, out, beside=False)
+            # Another thread may give up this path meanwhile.
+            started, prepared, exchange = perf_counter(), self._prepared, self.exchange
+            found = self._look(prepared, exchange, x, out, beside=False)
             if found is None:
                 return NotImplemented
-            if not self._ahead and not self._meet():
+            if not self._ahead and not self._meet(exchange):
                 return self.settle(x, out)
-            prepared = self._prepared
-            self._put(prepared, found, find_call_site(3), beside=False)
+            self._put(prepared, exchange, found, find_call_site(3), beside=False)
             result = self._kind.whole(x, prepared.deliver(found, out))
             self._seconds += perf_counter() - started
             return result
@@ -65,25 +65,24 @@ class DevicePath(Exchanged):
         # As in `SmallCall.start`.
         site, ended, engine = find_call_site(3), Ended(), self._engine
         with engine.turn:
-            found = self._look(x, out, beside=True)
+            prepared, exchange = self._prepared, self.exchange
+            found = self._look(prepared, exchange, x, out, beside=True)
             if found is None:
                 return NotImplemented
-            if not self._ahead and not self._meet():
+            if not self._ahead and not self._meet(exchange):
                 steps, after = self._settling(x, out, str(site)), self._runner.placements.after
                 steps = noting(steps, after, self._group.control, ended)
                 result = engine.run(self._group.guarded(steps))
             else:
-                prepared = self._prepared
-                ended.follow = self._put(prepared, found, site, beside=True)
+                ended.follow = self._put(prepared, exchange, found, site, beside=True)
                 result = self._kind.whole(x, prepared.deliver(found, out))
             task = Finished(result, engine.outcomes, site)
         return Request(self._group, task, site, ended)
 
-    def _look(self, x: Any, out: Any, *, beside: bool) -> Any:
+    def _look(self, prepared: Any, exchange: Any, x: Any, out: Any, *, beside: bool) -> Any:
         """Look at the arrays of a call; None if it has to be made in full."""
-        prepared = self._prepared
         # A check of the header before may end the group.
-        if prepared is None or not self._is_idle() or self._group.closed is not None:
+        if None in (prepared, exchange) or not self._is_idle() or self._group.closed is not None:
             return None
         found = prepared.look(self._kind.arrays(x), out, beside=beside)
         if prepared.strays >= _STRAYS:
@@ -91,16 +90,18 @@ class DevicePath(Exchanged):
             self._runner.fast_paths.drop(self._call.key)
         return found
 
-    def _meet(self) -> bool:
+    def _meet(self, exchange: Any) -> bool:
         """Show the header, and wait for those of the others; return whether they are as before."""
         self._group.watchdog.current = self._current
-        return bool(self.exchange.meet())
+        return bool(exchange.meet())
 
-    def _put(self, prepared: Any, found: Any, site: CallSite, *, beside: bool) -> _Follow:
+    def _put(
+        self, prepared: Any, exchange: Any, found: Any, site: CallSite, *, beside: bool
+    ) -> _Follow:
         """Put a call on the device, and return what lets its caller use the result."""
         group = self._group
         try:
-            follow = self._begin(prepared, found, site, beside)
+            follow = self._begin(prepared, exchange, found, site, beside)
             group.watchdog.check_given_up()
         except BaseException as error:
             if isinstance(error, TransportError) and group.deferred_error is not None:
@@ -111,7 +112,9 @@ class DevicePath(Exchanged):
         self._calls += 1
         return follow
 
-    def _begin(self, prepared: Any, found: Any, site: CallSite, beside: bool) -> _Follow:
+    def _begin(
+        self, prepared: Any, exchange: Any, found: Any, site: CallSite, beside: bool
+    ) -> _Follow:
         group, control, placements = self._group, self._group.control, self._runner.placements
         if not self._ahead:
             follow = placements.put(prepared, found, lambda _: None, beside=beside)
@@ -119,11 +122,11 @@ class DevicePath(Exchanged):
             control.completed = control.step
             return follow
         group.watchdog.current = self._current
-        follow = placements.put(prepared, found, self.exchange.post, beside=beside)
+        follow = placements.put(prepared, found, exchange.post, beside=beside)
         agreeing = agree(control, self._signature, site=site)
         self._engine.follow(group.guarded(agreeing, deferred=True))
         # What checks that header in the next call.
-        group.kept[DevicePath] = self._engine.follower, self.exchange
+        group.kept[DevicePath] = self._engine.follower, exchange
         if control.native is not None:
             control.go_on()
         return follow

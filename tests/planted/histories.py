@@ -113,8 +113,8 @@ HISTORIES: Final = (
     Fault(
         "requests overtaken: a large array that is reduced again does not wait for requests",
         _FAST,
-        "            if self._engine.queue or self._group.closed is not None:\n                return False\n            try:\n                chunks",
-        "            if self._group.closed is not None:\n                return False\n            try:\n                chunks",
+        "            if exchange is None or self._engine.queue or self._group.closed is not None:\n                return False\n            try:\n                chunks",
+        "            if exchange is None or self._group.closed is not None:\n                return False\n            try:\n                chunks",
         _AGAIN,
         compiled=True,
     ),

@@ -69,8 +69,8 @@ HEADERS: Final = (
     Fault(
         "headers of the root: a prepared broadcast on devices does not compare what ranks show",
         "arraycomm/_prepared/on_device.py",
-        "        return bool(self.exchange.meet())",
-        "        return self.exchange.meet() is not None",
+        "        return bool(exchange.meet())",
+        "        return exchange.meet() is not None",
         _PROGRAMS,
         run="properties/test_device_laws.py",
         compiled=True,
