@@ -167,7 +167,8 @@ class _Torch(Framework):
         memory = device_buffer.memory
         current = self.streams(memory.device)
         order(memory, (memory.stream,), current)
-        with sys.modules["torch"].no_grad():
+        torch = sys.modules["torch"]
+        with torch.no_grad(), torch.inference_mode(out.is_inference()):
             out.copy_(device_buffer.owner)
         order(memory, current, (memory.stream,))
 

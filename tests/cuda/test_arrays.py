@@ -655,14 +655,17 @@ def test_autograd_notices_a_write(torch: Any, memory: LoggedMemory) -> None:
 )
 def test_lazy_views_are_resolved(torch: Any, memory: LoggedMemory, values: Any, view: Any) -> None:
     x = torch.tensor(values)
-    lazy = view(x)
-    found = arrays.device_view(lazy, "x", memory)
-    assert elements(found.device_buffer).tolist() == lazy.tolist()
+    found = arrays.device_view(view(x), "x", memory)
+    assert elements(found.device_buffer).tolist() == view(x).tolist()
     assert found.copied
-    out = arrays.view_out(lazy, (2,), found.dtype, memory)
-    elements(out.device_buffer)[...] = [5, 6]
-    arrays.commit_out(out, out.device_buffer)
-    assert lazy.tolist() == [5, 6]
+    for mode in (False, True):
+        with torch.inference_mode(mode):
+            lazy = view(torch.tensor(values))
+        out = arrays.view_out(lazy, (2,), found.dtype, memory)
+        elements(out.device_buffer)[...] = [5, 6]
+        arrays.commit_out(out, out.device_buffer)
+        assert lazy.tolist() == [5, 6]
+        host_out.commit_out(host_out.view_out(lazy, (2,), found.dtype))
 
 
 class TestRefusals:

@@ -273,7 +273,7 @@ def _commit_out(out: BufferView) -> Any:
     """Copy a copy back, or record the write: autograd may have saved an older value."""
     torch = sys.modules["torch"]
     if out.copied:
-        with torch.no_grad():
+        with torch.no_grad(), torch.inference_mode(out.source.is_inference()):
             out.source.copy_(_to_tensor(out.array))
     else:
         torch.autograd.graph.increment_version(out.source)
