@@ -46,6 +46,7 @@ from arraycomm._protocol.details import exchange_details
 from arraycomm._protocol.group import Group
 from arraycomm._protocol.header import ALL_ON_DEVICE, ON_HOST, digest, digest_of, encode
 from arraycomm._protocol.waits import clock
+from arraycomm._protocol.waits.progress import ProgressThread
 from arraycomm._reduce.selection import GATHER_BYTES
 from arraycomm._transports.base import Steps
 
@@ -222,6 +223,7 @@ class Devices(Placements):
         # Drivers and NCCL are looked for only once there is an array on a device.
         from arraycomm._cuda import selection
 
+        ProgressThread.prepare = spare_captures
         local = selection.capabilities(self._group, self.request)
         replies = yield from exchange_details(self._group.control, local)
         self.negotiated = True

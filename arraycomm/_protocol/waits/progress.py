@@ -42,6 +42,8 @@ class ProgressThread:
 
     # Whether the system has refused this process a thread.
     refused: ClassVar[bool] = False
+    # What the thread does before it pushes on, if this process uses devices.
+    prepare: ClassVar[Callable[[], None] | None] = None
 
     def __init__(
         self,
@@ -121,6 +123,8 @@ class ProgressThread:
 
     def _push(self) -> None:
         self._woken[0] = 0
+        if ProgressThread.prepare is not None:
+            ProgressThread.prepare()
         # Some MPI move a piece of the data with each poll. Late ranks come after one as well.
         self._advance(_POLLS if self._moves() else 1)
         if self._left != self._taken or self._wait_without_gil():

@@ -237,6 +237,22 @@ def test_calls_are_refused_while_a_graph_is_captured(comm) -> None:
 
 
 @each_rank_of()
+def test_a_graph_may_be_captured_while_a_request_is_under_way(comm) -> None:
+    """CUDA lets another thread ask nothing meanwhile that has not said it may."""
+    import cupy
+
+    x = cupy.ones(1 << 22, "float32")
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        comm.allreduce(x)
+        time.sleep(LATE * (comm.rank == 0))
+        request = comm.iallreduce(x)
+        stream.begin_capture()
+        time.sleep(2 * LATE)
+        stream.end_capture()
+        assert (request.wait() == comm.size).all()
+
+
+@each_rank_of()
 def test_a_request_may_be_waited_for_in_another_stream(comm, writable) -> None:
     begun(comm, writable)
     with writable.side():

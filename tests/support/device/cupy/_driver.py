@@ -164,7 +164,7 @@ class Driver(Library):
 
     @staticmethod
     def _is_capturing(stream: int, found: Any) -> int:
-        found._obj.value = machine.stream(stream).capturing
+        found._obj.value = bool(machine.stream(stream).capturing)
         return 0
 
     @staticmethod

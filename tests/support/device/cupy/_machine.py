@@ -35,6 +35,7 @@ INVALID_HANDLE: Final = 400
 NOT_READY: Final = 600
 ILLEGAL_ADDRESS: Final = 700
 LAUNCH_FAILURE: Final = 719
+CAPTURE_UNSUPPORTED: Final = 900
 CAPTURED: Final = 901
 
 POISON: Final = 0xA5
@@ -128,7 +129,8 @@ class Stream:
         self, machine: Machine, device: int, handle: int, owner: object, queue: Queue
     ) -> None:
         self.device, self.handle, self.owner = device, handle, owner
-        self.capturing = False
+        # The thread that captures a graph from it, or 0.
+        self.capturing = 0
         self._machine, self._queue = machine, queue
         # Its memory stays until the work is done, also behind a restart.
         self._pool = machine.pool
@@ -403,6 +405,15 @@ class Machine:
 
     def query(self, event: int) -> int:
         _, mark = self.marks[event]
+        owned = [
+            stream for stream in list(self._streams.values()) if stream.owner == self.here.owner
+        ]
+        # Unless its mode is relaxed, a thread may not ask while another one captures.
+        if self.here.capture_mode != 2 and {s.capturing for s in owned} - {
+            0,
+            threading.get_ident(),
+        }:
+            return CAPTURE_UNSUPPORTED
         return self.error or (0 if mark is None or mark.come() else NOT_READY)
 
     def synchronize_event(self, event: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 from typing import Any, Self
 
@@ -124,13 +125,13 @@ class _Stream:
         machine.wait_event(self.ptr, event.ptr)
 
     def begin_capture(self, mode: int | None = None) -> None:
-        machine.stream(self.ptr).capturing = True
+        machine.stream(self.ptr).capturing = threading.get_ident()
 
     def end_capture(self) -> None:
-        machine.stream(self.ptr).capturing = False
+        machine.stream(self.ptr).capturing = 0
 
     def is_capturing(self) -> bool:
-        return machine.stream(self.ptr).capturing
+        return bool(machine.stream(self.ptr).capturing)
 
 
 class Stream(_Stream):
