@@ -179,7 +179,6 @@ def test_cupy_out_is_written_in_place(cupy, memory, dtype, layout) -> None:
 
 @pytest.mark.parametrize("offset", [0, 1])
 def test_a_result_elsewhere_is_copied_into_out(cupy, memory, offset) -> None:
-    """Also where no kernel could write it, since the elements are not aligned."""
     out = cupy.ndarray(4, float, as_cupy(np.zeros(5)).data + offset)
     found = arrays.view_out(out, (4,), np.dtype(float), memory)
     assert (found.device_buffer.address == out.data.ptr) == (not offset)
@@ -403,7 +402,6 @@ def test_managed_memory_is_of_every_device(cupy: Any, monkeypatch: pytest.Monkey
     assert arrays.check_stream(x) == mine
     cupy.cuda.Device(1).use()
     assert arrays.check_stream(x, home=0) == mine
-    # What is lacking is told when it is read.
     monkeypatch.setitem(sys.modules, "cupy", None)
     assert arrays.check_stream(x) == ()
 

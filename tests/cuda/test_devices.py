@@ -662,18 +662,12 @@ def test_a_call_that_all_ranks_leave_is_over_on_the_device(comm, cuda) -> None:
 @pytest.mark.parametrize("name", ["allreduce", "bcast"])
 @each_rank_of("several", by="on_devices")
 def test_a_group_may_end_while_a_prepared_call_looks_at_its_arrays(comm, cuda, name) -> None:
-    """Another thread ends it if another rank fails."""
     x, call = _there(np.ones(3, "float32")), getattr(comm, name)
     for _ in range(2):
         call(x)
     (path,) = internals.fast_paths(comm)._paths.values()
-    look = path._prepared.look
-
-    def end(*arguments: Any, **options: Any) -> Any:
-        internals.close(comm, ac.TransportError("gone"))
-        return look(*arguments, **options)
-
-    path._prepared.look = end
+    look, error = path._prepared.look, ac.TransportError("gone")
+    path._prepared.look = lambda *a, **k: (look(*a, **k), internals.close(comm, error))[0]
     with pytest.raises(ac.ArrayCommError):
         call(x)
 

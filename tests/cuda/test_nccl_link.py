@@ -124,17 +124,12 @@ def alone(**options: Any) -> tuple[NcclLink, Nccl]:
     return drive(opening(nccl, 0, 1, new_name(), **options)), nccl
 
 
-def left() -> tuple[NcclLink, Nccl]:
+def stuck() -> tuple[NcclLink, Nccl, Handle]:
     """A link of two ranks, the other of which has gone after the opening."""
     name, nccl = new_name(), new_nccl()
     programs = [opening(nccl, 0, 2, name), opening(new_nccl(), 1, 2, name)]
     finish(*map(next, programs))
-    return drive(programs[0]), nccl
-
-
-def stuck() -> tuple[NcclLink, Nccl, Handle]:
-    """The same, with a movement that does not end."""
-    link, nccl = left()
+    link: NcclLink = drive(programs[0])
     buffer = link.empty(8, UINT8)
     nccl.slowness = 1 << 30
     return link, nccl, link.bcast(buffer, 1)
@@ -425,7 +420,10 @@ def test_a_nccl_without_split_leaves_it_to_the_caller() -> None:
 
 
 def test_a_split_that_is_given_up_ends_both_halves() -> None:
-    link, nccl = left()
+    link, nccl, handle = stuck()
+    over(nccl, handle)
+    # As if the other rank had taken part in it.
+    nccl.only.finished = nccl.only.issued
     program = link.split(0, 0)
     assert not next(program).done()
     with pytest.raises(KeyboardInterrupt):
