@@ -146,10 +146,7 @@ class Waiters:
         self._streams.update(dict.fromkeys(streams))
 
     def wait(self, event: Event) -> None:
-        """Have all these streams wait for the event, and those that are current in this thread.
-
-        Whoever takes the result once more, maybe in another stream, calls this again.
-        """
+        """Have all these streams wait for the event, and those that are current in this thread."""
         if not self._is_needed:
             return
         for state in STATES.values():

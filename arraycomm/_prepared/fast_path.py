@@ -442,7 +442,6 @@ class LargeAllreduce(Exchanged):
     def _reduce(self, x: Array, out: Array) -> bool:
         """Reduce, unless requests are under way; return whether that was done."""
         with self._engine.turn:
-            # Another thread may give up this path meanwhile.
             exchange = self.exchange
             if exchange is None or self._engine.queue or self._group.closed is not None:
                 return False
