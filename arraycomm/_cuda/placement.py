@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
@@ -82,13 +82,13 @@ class PlainPlacement(HostPlacement):
         return _CallersOut(found, arrays.number_of(out)) if arrays.on_cuda(out) else found
 
     def here_of(self, out: BufferView) -> AbstractContextManager[Any]:
-        return out.caller.here() if isinstance(out, _CallersOut) else super().here_of(out)
+        return self._of(out.caller) if isinstance(out, _CallersOut) else super().here_of(out)
 
-    def commit(self, out: BufferView, flat: Flat, *, direct: bool) -> Any:
-        result = super().commit(out, flat, direct=direct)
-        if isinstance(out, _CallersOut):
-            self._placements.follow = self._placements.follow or out.caller.follower()
-        return result
+    @contextmanager
+    def _of(self, caller: Caller) -> Iterator[None]:
+        with caller.here():
+            yield
+        self._placements.follow = self._placements.follow or caller.follower()
 
 
 class CopiedPlacement(HostPlacement):
