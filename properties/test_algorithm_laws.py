@@ -16,7 +16,7 @@ from arraycomm._reduce import selection
 from arraycomm.testing import given
 from arraycomm.testing import strategies as ranked
 from arraycomm.testing._arrays.frameworks import elements_of
-from arraycomm.testing.conformance._checks import check_elements
+from arraycomm.testing.conformance._checks import check_copy, check_elements
 from arraycomm.testing.conformance._inputs import (
     Reduction,
     reductions,
@@ -151,3 +151,52 @@ def test_chunk_size_does_not_matter(comm, reduction, chunks, root) -> None:
     count = reduction.arrays.value[0].shape[0]
     with _choosing("slices", -(-count // chunks)):
         check_reduction(comm, reduction, root)
+
+
+@given(
+    reduction=reductions_of_rows(),
+    root=ranked.roots(),
+    movement=st.sampled_from((2 << 10, 4 << 10)),
+    room=st.sampled_from(("a count", "some", "a row", "all", "all and counts")),
+    more=st.integers(-1, 1),
+    check=st.booleans(),
+)
+def test_pieces_and_what_travels_with_the_header_do_not_matter(
+    comm, reduction, root, movement, room, more, check
+) -> None:
+    """Of collectives, of objects, and of messages that are under way together."""
+    op, x, elements = reduction.op, reduction.arrays.build(comm.rank), reduction.arrays.elements()
+    size, source, nbytes = comm.size, (comm.rank - 1) % comm.size, elements[0].nbytes
+    inline = {
+        "a count": 8,
+        "some": 128,
+        "a row": nbytes // size + more,
+        "all": nbytes + more,
+        "all and counts": nbytes + 8 * size + more,
+    }
+    uneven = [*[0] * (size - 1), size]
+
+    def called(part) -> list:
+        arguments = arguments_of_collectives(part, x, op, root)
+        found = [getattr(part, name)(*args) for name, args in arguments.items()]
+        return [*found, part.reduce_scatter(x, op, counts=uneven), part.alltoallv(x, uneven)]
+
+    wants = called(comm)
+    with internals.small_limits(comm, internals.slots(), 1 << 10, movement):
+        part = comm.dup(check=check)
+        internals.set_inline_bytes(part, min(inline[room], internals.control(part).payload))
+        spans = internals.spans(part)
+        for got, want in zip(called(part), wants, strict=True):
+            assert (got is None) == (want is None)
+            if want is not None:
+                check_elements(elements_of(got), elements_of(want), op)
+        texts = ["é" * (700 * rank) for rank in range(size)]
+        assert part.allgather_object(texts[comm.rank]) == texts
+        assert part.bcast_object(texts[comm.rank], root) == texts[root]
+        assert part.gather_object(texts[comm.rank], root) == (texts if comm.rank == root else None)
+        receives = [part.irecv(source) for _ in range(3)]
+        sends = [part.isend(x, (comm.rank + 1) % size) for _ in receives]
+        for number in (1, 2, 0):
+            check_copy(elements_of(receives[number].wait()), elements[source])
+        ac.waitall(sends)
+        assert max(spans, default=0) <= movement

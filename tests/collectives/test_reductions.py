@@ -58,3 +58,26 @@ def test_as_much_as_users_have_room_for_travels_with_the_header(comm: Communicat
 
 def test_no_columns_have_no_words() -> None:
     exact.add_rows(np.dtype(np.float64), np.ones((3, 0)), np.empty(0, exact.WORD))
+
+
+@each_rank_of(3, "torch")
+def test_subnormal_numbers_are_kept_in_threads_that_flush_them(comm: Communicator, torch) -> None:
+    # The second of the small ones takes the fast path.
+    for name, count in product(("allreduce", "scan", "exscan", "reduce_scatter"), (3, 3, 9_000)):
+        x = np.full((comm.size, count), 1e-310)
+        torch.set_flush_denormal(True)
+        try:
+            got = getattr(comm, name)(x)
+        finally:
+            torch.set_flush_denormal(False)
+        added = {"scan": comm.rank + 1, "exscan": comm.rank}.get(name, comm.size)
+        assert got is None if added == 0 else (got == added * 1e-310).all()
+
+
+@each_rank_of(3)
+def test_exscan_looks_at_out_where_there_is_a_result(comm: Communicator) -> None:
+    for culprit in range(1, comm.size):
+        out = np.ones(5) if comm.rank in (0, culprit) else None
+        with pytest.raises(ValueError if comm.rank == culprit else ac.PeerError):
+            comm.exscan(np.ones(3), out=out)
+    assert comm.exscan(1) == (comm.rank or None)

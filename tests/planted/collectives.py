@@ -15,6 +15,7 @@ _REDUCTIONS: Final = "arraycomm/_collectives/reductions.py"
 _MOVEMENTS: Final = "arraycomm/_collectives/movements.py"
 _UNEVEN: Final = "arraycomm/_collectives/uneven.py"
 _FUNCTIONS: Final = "arraycomm/_collectives/function_reductions.py"
+_BLOCKS: Final = "arraycomm/_reduce/blocks.py"
 _FAST: Final = "arraycomm/_prepared/fast_path.py"
 _PLACEMENT: Final = "arraycomm/_calls/placement.py"
 
@@ -149,6 +150,13 @@ FOLDS: Final = (
 )
 
 ALGORITHMS: Final = (
+    Fault(
+        "pieces too long: a piece is four times as long as a movement may be",
+        _BLOCKS,
+        "    step = MAX_BYTES // itemsize",
+        "    step = 4 * MAX_BYTES // itemsize",
+        ("pieces_and_what_travels_with_the_header_do_not_matter",),
+    ),
     Fault(
         "own array first: small reductions are folded from each rank's own array on",
         _REDUCTIONS,

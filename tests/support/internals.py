@@ -26,7 +26,7 @@ from arraycomm._protocol.waits import clock, deadlock
 from arraycomm._protocol.waits.deadlock import WaitReports, WaitStatus
 from arraycomm._protocol.waits.progress import ProgressThread
 from arraycomm._protocol.waits.waiting import wait_for
-from arraycomm._reduce import chunks, selection
+from arraycomm._reduce import blocks, chunks, selection
 from arraycomm._reduce import segment as segments
 from arraycomm._transports import control as channels
 from arraycomm._transports.base import Blocks, Handle, Transport
@@ -60,13 +60,16 @@ _usual: dict[tuple[Any, str], int] = {}
 
 
 @contextlib.contextmanager
-def small_limits(comm: Communicator, slots: tuple[int, int, int], chunk: int) -> Iterator[None]:
-    """Have small slots, chunks and pieces in the block, which all ranks enter and leave together."""
+def small_limits(
+    comm: Communicator, slots: tuple[int, int, int], chunk: int, movement: int = blocks.MAX_BYTES
+) -> Iterator[None]:
+    """Have small slots, chunks, pieces and movements in the block, which all ranks enter and leave together."""
     changed = dict(
         zip([(channels, n) for n in ("_READ", "_LARGEST", "_MESSAGES")], slots, strict=True)
     )
     changed |= {(segments, "_CHUNK_BYTES"): chunk, (selection, "CHUNK_BYTES"): chunk}
     changed |= {(chunks, "_FOLDED"): 1, (chunks, "_LEAST_CHUNK"): chunk}
+    changed[blocks, "MAX_BYTES"] = movement
     if pieces := sys.modules.get("arraycomm._transports.mpi.pieces"):
         changed[pieces, "PIECE"] = chunk // 4
     # Ranks may be threads, which have them in common.

@@ -116,12 +116,19 @@ def reductions(
 
 def small_and_long() -> Strategy[Shape]:
     """Draw shapes of few elements, and of one dimension with too many elements for a header."""
-    return ranked.shapes(large=False) | st.integers(1, 9_000).map(lambda count: (count,))
+    long = st.integers(1, 9_000).map(lambda count: (count,))
+    return ranked.shapes(large=False) | _many_dimensions() | long
 
 
 def moved_shapes() -> Strategy[Shape]:
     """Draw shapes of all kinds, and of too many elements for a header as often."""
-    return ranked.shapes() | st.sampled_from((5_000, 20_000)).map(lambda count: (count,))
+    long = st.sampled_from((5_000, 20_000)).map(lambda count: (count,))
+    return ranked.shapes() | _many_dimensions() | long
+
+
+def _many_dimensions() -> Strategy[Shape]:
+    """Draw shapes of more dimensions than a header has room for."""
+    return st.sampled_from(((1,) * 9, (1, 2) * 5, (0,) * 9))
 
 
 @st.composite
