@@ -35,6 +35,22 @@ FORMS: dict[str, Callable[[Array], Array]] = {
     "pieces": lambda x: x[:20_000],
     "fields": lambda x: x[:6].view([("a", "f8"), ("b", "f8")]),
 }
+
+
+def native(x: Array) -> np.dtype[Any]:
+    """Return the dtype with which an array arrives."""
+    return x.dtype.newbyteorder("=")
+
+
+# What a message does not fit into, or cannot be like: it is lost.
+UNFIT: list[tuple[type[Exception], Callable[[Array], dict[str, Any]]]] = [
+    (ValueError, lambda _: {"out": np.empty(7)}),
+    (ValueError, lambda x: {"out": np.empty((*x.shape, 1), x.dtype)}),
+    (TypeError, lambda x: {"out": np.empty(x.shape, np.float16)}),
+    (BufferError, lambda x: {"out": np.broadcast_to(np.zeros((), native(x)), x.shape)}),
+    (TypeError, lambda x: {"out": [0.0] * x.size}),
+    (TypeError, lambda _: {"like": [0.0]}),
+]
 SENDS = ("send", "isend", "wrong")
 RECEIVES = (
     "recv",
@@ -107,8 +123,9 @@ class Rank:
                 comm.recv(*at)
             return
         if step.receive == "unfit":
-            with pytest.raises(ValueError, match="recv: "):
-                comm.recv(*at, out=np.empty(7))
+            kind, passed = UNFIT[self.counts["recv"] % len(UNFIT)]
+            with pytest.raises(kind, match="recv: "):
+                comm.recv(*at, **passed(wanted))
             return
         if step.receive == "object":
             with pytest.raises(TypeError, match="has sent an array; receive it by recv"):
@@ -138,9 +155,8 @@ class Rank:
         else:
             got = comm.recv(*at, status=status)
         self.compare(got, wanted)
-        native = wanted.dtype.newbyteorder("=")
         said = (status.source, status.tag, status.dtype, status.shape, status.nbytes)
-        assert said == (*at, native, wanted.shape, wanted.nbytes)
+        assert said == (*at, native(wanted), wanted.shape, wanted.nbytes)
 
     def exchanges(self, step: Step, mine: Array, wanted: Array) -> None:
         self.counts["send"] += 1
@@ -160,7 +176,7 @@ class Rank:
         self.requests.clear()
 
     def compare(self, got: Array, wanted: Array) -> None:
-        assert (got.dtype, got.shape) == (wanted.dtype.newbyteorder("="), wanted.shape)
+        assert (got.dtype, got.shape) == (native(wanted), wanted.shape)
         assert np.array_equal(got, wanted)
 
 
