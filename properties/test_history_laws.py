@@ -224,6 +224,10 @@ class Player:
         place = turn.place if unusual and subject.name not in TREES else "new"
         x, out = self.placed(place, turn, subject, rows[self.rank], want)
         passed = [ranked_as(each, turn.tensors) for each in (x, out)]
+        # Of a broadcast the others need pass nothing.
+        nothing = subject.name == "bcast" and turn.elements > 0 and self.rank != subject.root
+        if nothing:
+            passed[0] = None
         if turn.way in ("wait", "late") and subject.name not in TREES:
             request = self.begin(f"i{subject.name}", subject, *passed)
             if turn.way == "late" and place == "new":
@@ -234,7 +238,7 @@ class Player:
             limit = {"timeout": 60.0} if turn.way == "full" else {}
             got = self.call(subject, *passed, **limit)
         assert out is None or got is passed[1]
-        alone = subject.name in FROM_ROOT and self.rank != subject.root
+        alone = nothing or (subject.name in FROM_ROOT and self.rank != subject.root)
         assert got is None or alone or type(got) is type(passed[0])
         self.check(got, want, subject, stays=place != "shifted")
         if place != "shifted":

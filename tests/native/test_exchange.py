@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
-import ml_dtypes
 import numpy as np
 import pytest
 
@@ -22,19 +21,10 @@ from arraycomm._communicator import Communicator
 from arraycomm._native import compiled
 from arraycomm._prepared.fast_path import SmallCall
 from arraycomm._transports.threads import Group, make_group
-from arraycomm.testing import run
 from tests.support import internals
-from tests.support.on_ranks import each_rank_of
-from tests.support.oracle import expected, same_result
 
 if compiled is None:
     pytest.skip("the native part was not built, or is not to be used", allow_module_level=True)
-
-_KINDS = [
-    (op, np.dtype(dtype), shape)
-    for op, dtype in (("sum", np.float32), ("max", ml_dtypes.bfloat16), ("prod", np.complex64))
-    for shape in ((), (2, 5), (0,), (1,) * 9, (70,), (2, 1, 2))
-]
 
 
 def _alone(**options: Any) -> Communicator:
@@ -58,28 +48,6 @@ def in_python() -> Iterator[mock.Mock]:
 
     with mock.patch.object(type(full.__self__), "call_within", counted):
         yield calls
-
-
-def _value(dtype: np.dtype[Any], shape: tuple[int, ...], seed: int) -> np.ndarray:
-    return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
-
-
-@each_rank_of(3)
-def test_repeated_reductions_of_many_kinds_are_right(comm: Communicator) -> None:
-    """More kinds than are found at once, in turns, and arrays without `out` or elsewhere in between."""
-    for turn in range(3):
-        for number, (op, dtype, shape) in enumerate(_KINDS):
-            arrays = [_value(dtype, shape, 100 * turn + number + r) for r in range(comm.size)]
-            want, x = expected(arrays, op), arrays[comm.rank]
-            out = np.empty(shape, dtype)
-            assert comm.allreduce(x, op, out=out) is out
-            strided = np.repeat(x[..., None], 2, axis=-1)[..., 0]
-            for got in (out, comm.allreduce(x, op), comm.allreduce(strided, op)):
-                assert same_result(got, want, op)
-            assert comm.allreduce(x, op, out=x) is x
-            assert same_result(x, want, op)
-            assert internals.completed(comm) == internals.steps(comm)
-    assert comm.stats()["allreduce"]["calls"] == 3 * 4 * len(_KINDS)
 
 
 def test_a_repeated_reduction_needs_no_python(in_python: mock.Mock) -> None:
@@ -111,38 +79,6 @@ def test_what_is_unlike_the_call_before_is_made_in_full(in_python: mock.Mock) ->
     comm.allreduce(x, out=apart[::2])
     assert apart.tolist() == [0, 0, 1, 0, 2, 0, 3, 0]
     assert comm.allreduce(x.view(np.recarray), out=out).tolist() == [0, 1, 2, 3]
-
-
-_X = np.arange(6.0).reshape(2, 3)
-
-
-@pytest.mark.parametrize(
-    "calls",
-    [
-        ((_X, "sum"), (_X, "max")),
-        ((_X, "sum"), (_X.astype(np.int64), "sum")),
-        ((_X, "sum"), (_X.reshape(3, 2), "sum")),
-        ((_X.reshape(2, 3, *[1] * 7), "sum"), (_X, "sum")),
-    ],
-    ids=["op", "dtype", "shape", "many dimensions"],
-)
-def test_ranks_that_call_different_things_all_raise(calls: Any) -> None:
-    def check(comm: Communicator) -> str:
-        for _ in range(3):
-            # Twice, once in each of the slots that steps use in turn.
-            for x, op in (calls[0], calls[0], calls[1], calls[1]):
-                out = np.empty_like(x)
-                comm.allreduce(x, op, out=out)
-                assert same_result(out, expected([x, x], op), op)
-        x, op = calls[comm.rank]
-        with pytest.raises(ac.MismatchError, match="sum") as raised:
-            comm.allreduce(x, op, out=np.empty_like(x))
-        with pytest.raises(ac.CommunicatorClosedError):
-            comm.allreduce(x, op, out=np.empty_like(x))
-        return str(raised.value)
-
-    one, other = run(2, check)
-    assert one == other
 
 
 def _repeated(comm: Communicator) -> Callable[[], Any]:
