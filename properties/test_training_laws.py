@@ -5,6 +5,7 @@ Gradients are integers, so that sums are exact, and parameters are compared bit 
 
 from __future__ import annotations
 
+import copy
 import os
 from contextlib import suppress
 from importlib import import_module
@@ -42,7 +43,7 @@ pytestmark = pytest.mark.skipif(
 SIZES = st.integers(1, 4)
 _EXAMPLES = int(os.environ.get("EXAMPLES") or "15")
 # Each example of torch takes many small steps.
-FEW, MANY = (settings(max_examples=count) for count in (max(1, _EXAMPLES // 3), 2 * _EXAMPLES))
+MANY = settings(max_examples=2 * _EXAMPLES)
 Leaves = list[np.ndarray[Any, Any]]
 
 
@@ -227,20 +228,15 @@ def test_a_state_is_resumed_by_any_number_of_ranks(sizes, training) -> None:
     assert [bits(params) for params, _ in resumed] == [want] * sizes[1]
 
 
-def linear(name: str, size: int, root: int) -> Any:
-    """Return a differentiable collective, and the shapes of its argument and its result."""
-    from arraycomm.adapters import torch as collectives
-
-    call = getattr(collectives, name.partition("-")[0])
-    if name == "bcast":
-        return (lambda x, comm: call(x, root, comm=comm)), (3,), (3,)
-    if name == "alltoall":
-        return (lambda x, comm: call(x, comm=comm)), (size, 3), (size, 3)
-    if name == "allgather":
-        return (lambda x, comm: call(x, comm=comm)), (3,), (size, 3)
-    op = name.partition("-")[2]
-    rows = (size, 3) if name.startswith("reduce_scatter") else (3,)
-    return (lambda x, comm: call(x, op, comm=comm)), rows, (3,)
+# How an argument is made of a tensor that is differentiated.
+LAYOUTS: dict[str, Any] = {
+    "contiguous": lambda x: x,
+    "transposed": lambda x: x.transpose(-1, -2),
+    "sliced": lambda x: x[..., ::2],
+    "scalars": lambda x: x[..., 0, 0],
+    "empty": lambda x: x[..., :0],
+    "expanded": lambda x: x[..., :1].expand(x.shape),
+}
 
 
 @given(
@@ -249,58 +245,113 @@ def linear(name: str, size: int, root: int) -> Any:
         [f"{name}-{op}" for name in ("allreduce", "reduce_scatter") for op in ("sum", "mean")]
         + ["allgather", "alltoall", "bcast"]
     ),
+    dtype=st.sampled_from(("float64", "float32", "float16", "bfloat16", "complex64")),
+    layout=st.sampled_from(sorted(LAYOUTS)),
+    shape=st.sampled_from(((3, 4), (3, 4), (2, 5_000))),
+    required=st.lists(st.sampled_from((True, True, False)), min_size=4, max_size=4),
     root=st.integers(0, 3),
     seed=st.integers(0, 99),
 )
-def test_gradients_of_collectives_are_their_transposes(size, name, root, seed) -> None:
-    """Over all ranks together, <A x, y> = <x, Aᵀ y>."""
+def test_gradients_of_collectives_are_their_transposes(
+    size, name, dtype, layout, shape, required, root, seed
+) -> None:
+    """Over all ranks together, <A x, y> = <x, Aᵀ y>; where no gradient is required, x is zero.
+
+    Results are those of the communicator, of which there are laws.
+    """
     torch = pytest.importorskip("torch")
+    from arraycomm.adapters import torch as collectives
+
+    operation, _, op = name.partition("-")
+    options = {"op": op} if op else {"root": root % size} if name == "bcast" else {}
+    rows = operation in ("reduce_scatter", "alltoall")
+
+    def drawn(random: Any, shape: Any) -> Any:
+        # Multiples of what a mean divides by, of few bits, so that both sides are exact.
+        found = 12 * random.integers(-9, 9, shape) + 12j * random.integers(-9, 9, shape)
+        found = torch.from_numpy(np.array(found if dtype == "complex64" else found.real))
+        return found.to(getattr(torch, dtype))
+
+    def product(one: Any, other: Any) -> float:
+        pair = (each.to(torch.complex128) for each in (one.detach(), other))
+        return float((torch.view_as_real(next(pair)) * torch.view_as_real(next(pair))).sum())
 
     def products(comm: ac.Communicator) -> tuple[float, float]:
-        call, given_shape, made_shape = linear(name, size, root % size)
-        random = np.random.default_rng((seed, comm.rank))
-        # Multiples of what a mean divides by, so that both sides are exact.
-        x = torch.from_numpy(12.0 * random.integers(-9, 9, given_shape)).requires_grad_()
-        y = torch.from_numpy(12.0 * random.integers(-9, 9, made_shape))
-        made = call(x, comm)
-        (made * y).sum().backward()
-        return float((made.detach() * y).sum()), float((x.detach() * x.grad).sum())
+        random, requires = np.random.default_rng((seed, comm.rank)), required[comm.rank]
+        x = drawn(random, (size, *shape) if rows else shape) * requires
+        given = LAYOUTS[layout](x.requires_grad_(requires))
+        if name == "bcast" and not requires and comm.rank != options["root"]:
+            given = None
+        made = getattr(collectives, operation)(given, comm=comm, **options)
+        plain = getattr(comm, operation)(None if given is None else given.detach(), **options)
+        assert torch.equal(made.detach(), torch.as_tensor(plain))
+        assert made.is_contiguous()
+        differentiated = any(required[:size])
+        assert made.requires_grad == differentiated
+        y = drawn(random, made.shape)
+        if differentiated:
+            made.backward(y)
+        places = [each.data_ptr() for each in (x, made, y, x.grad) if each is not None]
+        assert made.numel() == 0 or len(places) == len({*places})
+        return product(made, y), 0.0 if x.grad is None else product(x, x.grad)
 
     there, back = zip(*run(size, products), strict=True)
     assert sum(there) == sum(back)
 
 
-@FEW
 @given(
     counts=st.lists(st.integers(0, 4), min_size=1, max_size=4).filter(lambda c: sum(c) > 1),
     channels=st.integers(1, 3),
+    spatial=st.sampled_from(((), (4,), (2, 3), (2, 2, 2))),
+    options=st.fixed_dictionaries(
+        {"momentum": st.sampled_from((None, 0.1, 0.3)), "eps": st.sampled_from((1e-5, 0.5))},
+        optional={"affine": st.just(False), "track_running_stats": st.just(False)},
+    ),
+    required=st.lists(st.sampled_from((True, True, False)), min_size=4, max_size=4),
     seed=st.integers(0, 99),
 )
-def test_batch_norm_of_ranks_is_that_of_the_whole_batch(counts, channels, seed) -> None:
+def test_batch_norm_of_ranks_is_that_of_the_whole_batch(
+    counts, channels, spatial, options, required, seed
+) -> None:
     torch = pytest.importorskip("torch")
-    from arraycomm.adapters.torch import SyncBatchNorm
+    from arraycomm.adapters.torch import convert_sync_batchnorm
 
-    random = np.random.default_rng(seed)
-    parts = [torch.from_numpy(random.normal(size=(n, channels))) for n in counts]
-    factors = [torch.from_numpy(random.normal(size=(n, channels))) for n in counts]
+    random, nn = np.random.default_rng(seed), torch.nn
+    batches = [random.normal(size=(2, 2, n, channels, *spatial)) for n in counts]
+    kind = (nn.BatchNorm1d, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)[len(spatial)]
+    plain = kind(channels, **options).double()
+    for parameter in plain.parameters():
+        parameter.data = torch.from_numpy(random.normal(size=channels))
 
-    def normalize(layer: Any, x: Any, factor: Any) -> Any:
-        x = x.clone().requires_grad_()
-        y = layer(x)
-        (y * factor).sum().backward()
-        return y.detach(), x.grad, layer.running_mean, layer.running_var
+    def train(layer: Any, batches: Any, requires: bool = True) -> list[Any]:
+        """Return results and gradients of two steps, and at last a result without training."""
+        found = []
+        for batch, factor in torch.from_numpy(batches):
+            x = batch.clone().requires_grad_(requires)
+            y = layer(x)
+            if y.requires_grad:
+                (y * factor).sum().backward()
+            found += [y.detach(), x.grad]
+        return [*found, layer.eval()(x).detach()]
 
     def on_rank(comm: ac.Communicator) -> Any:
-        layer = SyncBatchNorm(channels, comm=comm).double()
-        return normalize(layer, parts[comm.rank], factors[comm.rank])
+        layer = convert_sync_batchnorm(copy.deepcopy(plain), comm=comm)
+        found = train(layer, batches[comm.rank], required[comm.rank])
+        if "track_running_stats" in options:
+            # If none are kept, those of this rank's batch alone are taken.
+            found.pop()
+        grads = [comm.allreduce(each.grad, "sum") for each in layer.parameters()]
+        return found, grads, layer.state_dict()
 
-    whole = torch.nn.BatchNorm1d(channels).double()
-    y, grad, mean, var = normalize(whole, torch.cat(parts), torch.cat(factors))
-    results = run(len(counts), on_rank)
-    torch.testing.assert_close(torch.cat([result[0] for result in results]), y)
-    torch.testing.assert_close(torch.cat([result[1] for result in results]), grad)
-    for result in results:
-        torch.testing.assert_close(result[2:], (mean, var))
+    one = copy.deepcopy(plain)
+    whole = train(one, np.concatenate(batches, axis=2))
+    grads, bounds = [each.grad for each in one.parameters()], np.cumsum([0, *counts])
+    for rank, (found, reduced, state) in enumerate(run(len(counts), on_rank)):
+        own = slice(*bounds[rank : rank + 2])
+        for got, want in zip(found, whole, strict="track_running_stats" not in options):
+            if got is not None:
+                torch.testing.assert_close(got, want[own])
+        torch.testing.assert_close([reduced, state], [grads, one.state_dict()])
 
 
 @given(

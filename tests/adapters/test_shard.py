@@ -317,22 +317,6 @@ def as_tree(leaves: list[Any]) -> Any:
     return {"x": leaves[:2], "y": {"z": leaves[2]}, "a": tuple(leaves[3:])}
 
 
-def train_plain(comm: Any, shard: bool) -> Any:
-    params = as_tree(arrays(0))
-    optimizer = ac.DistributedOptimizer(Adam(), comm=comm, shard=shard, bucket_bytes=100)
-    for step in range(STEPS):
-        if step == 2:
-            optimizer = copy.deepcopy(optimizer)
-        params = optimizer.update(params, as_tree(arrays((step, comm.rank))))
-    kept = nbytes([optimizer.first, optimizer.second])
-    return params, plain_adapter.gather_state(optimizer), kept
-
-
-def test_objects_with_update_are_the_same_sharded() -> None:
-    kept, whole = assert_same_sharded(3, train_plain)
-    assert sum(kept) == whole
-
-
 @each_rank_of(3)
 def test_errors_of_one_ranks_update_reach_all(comm: Any) -> None:
     class Odd(Adam):

@@ -38,52 +38,8 @@ def part_of(whole: Tensor, rank: int, size: int) -> Tensor:
     return whole[bounds[rank] : bounds[rank + 1]]
 
 
-def initialized(module: Any) -> Any:
-    if module.affine:
-        with torch.no_grad():
-            module.weight.copy_(torch.arange(CHANNELS) - 1.5)
-            module.bias.copy_(torch.arange(CHANNELS) + 0.5)
-    return module
-
-
 def tolerance(dtype: Any) -> dict[str, float]:
     return {"rtol": 0, "atol": ULPS * torch.finfo(dtype).eps}
-
-
-@pytest.mark.parametrize(
-    ("spatial", "options"),
-    [
-        ((), {}),
-        ((4,), {"affine": False, "momentum": None}),
-        ((2, 3), {"momentum": 0.3, "eps": 0.5}),
-        ((2, 2, 2), {"track_running_stats": False}),
-    ],
-)
-@each_rank_of("few")
-def test_training_is_that_of_one_process_with_the_whole_batch(
-    comm: ac.Communicator, spatial: tuple[int, ...], options: dict[str, Any]
-) -> None:
-    one = initialized(KINDS[len(spatial)](CHANNELS, **options).double())
-    ours = adapter.convert_sync_batchnorm(copy.deepcopy(one), comm=comm)
-    for step in range(2):
-        x = draw(step, *spatial).requires_grad_()
-        upstream = draw(10 + step, *spatial)
-        (one(x) * upstream).sum().backward()
-        own = part_of(x.detach(), comm.rank, comm.size).clone().requires_grad_()
-        y = ours(own)
-        (y * part_of(upstream, comm.rank, comm.size)).sum().backward()
-        close = tolerance(x.dtype)
-        with torch.no_grad():
-            expected = torch.nn.functional.batch_norm(
-                x, None, None, one.weight, one.bias, True, 0.0, one.eps
-            )
-        torch.testing.assert_close(y, part_of(expected, comm.rank, comm.size), **close)
-        torch.testing.assert_close(own.grad, part_of(x.grad, comm.rank, comm.size), **close)
-    for mine, theirs in zip(ours.parameters(), one.parameters(), strict=True):
-        torch.testing.assert_close(comm.allreduce(mine.grad), theirs.grad, **close)
-    torch.testing.assert_close(ours.state_dict(), one.state_dict(), **close)
-    if options.get("track_running_stats", True):
-        torch.testing.assert_close(ours.eval()(x), one.eval()(x), **close)
 
 
 @pytest.mark.parametrize(
@@ -128,18 +84,6 @@ def test_gradient_of_the_gradient_is_that_of_one_process(comm: ac.Communicator) 
     close = tolerance(x.dtype)
     torch.testing.assert_close(own.grad, part_of(x.grad, comm.rank, comm.size), **close)
     torch.testing.assert_close(comm.allreduce(ours.weight.grad), one.weight.grad, **close)
-
-
-@each_rank_of(3)
-def test_input_requires_gradients_on_one_rank_only(comm: ac.Communicator) -> None:
-    x, upstream = draw(1).requires_grad_(), draw(2)
-    (torch.nn.BatchNorm1d(CHANNELS).double()(x) * upstream).sum().backward()
-    own = part_of(x.detach(), comm.rank, comm.size).clone().requires_grad_(comm.rank == 1)
-    ours = adapter.SyncBatchNorm(CHANNELS, affine=False, dtype=torch.float64, comm=comm)
-    (ours(own) * part_of(upstream, comm.rank, comm.size)).sum().backward()
-    if comm.rank == 1:
-        expected = part_of(x.grad, 1, comm.size)
-        torch.testing.assert_close(own.grad, expected, **tolerance(x.dtype))
 
 
 @each_rank_of(3)
