@@ -19,10 +19,8 @@ import pytest
 from arraycomm._arrays.buffer import CPU
 from arraycomm._arrays.results import commit_out, view_out
 from arraycomm._arrays.views import result_prototype, view
-from arraycomm._dtypes import BY_NAME
-from tests.support.frameworks import FRAMEWORKS, PAIRS, content, make, need, pointer, sample
+from tests.support.frameworks import FRAMEWORKS, PAIRS, make, need, pointer, sample
 from tests.support.launcher import run_python
-from tests.support.pairwise import pairwise
 
 LAYOUTS = {
     "contiguous": lambda a: a,
@@ -37,23 +35,6 @@ LAYOUTS = {
 
 
 # What comes in ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("framework", "name", "layout"),
-    pairwise(
-        (framework, name, layout)
-        for framework, name in PAIRS
-        for layout in LAYOUTS
-        if (framework, layout) != ("torch", "negative")  # torch has no negative strides
-    ),
-)
-def test_elements_are_the_same_bits(framework: str, name: str, layout: str) -> None:
-    expected = np.asarray(LAYOUTS[layout](sample(name)))
-    found = view(make(framework, expected))
-    assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
-    assert found.array.tobytes() == expected.tobytes()
-    assert (found.framework, found.device) == (framework, CPU)
 
 
 @pytest.mark.parametrize(("framework", "name"), PAIRS)
@@ -83,16 +64,6 @@ def test_memory_lives_as_long_as_the_view(framework: str) -> None:
     gc.collect(0)
     np.ones(1000), np.ones(1000)
     assert found.array.tobytes() == expected.tobytes()
-
-
-@pytest.mark.parametrize("dtype", [">f4", ">i8", ">c16", ">M8[s]", [("a", ">i4"), ("b", ">f8")]])
-def test_other_byte_orders_are_converted(dtype: Any) -> None:
-    x = np.zeros(3, dtype)
-    x.view(np.uint8)[...] = np.arange(x.nbytes)
-    found = view(x)
-    assert found.dtype.isnative
-    assert found.copied
-    assert found.array.tolist() == x.tolist()
 
 
 def test_arrays_without_arithmetic_in_files_and_of_unaligned_fields_pass(tmp_path: Any) -> None:
@@ -127,14 +98,6 @@ def test_python_numbers(number: Any, dtype: str) -> None:
     assert (found.framework, found.dtype, found.shape) == ("python", np.dtype(dtype), ())
     assert found.array.item() == number
     assert found.readonly
-
-
-def test_numpy_scalars() -> None:
-    for name in BY_NAME:
-        scalar = sample(name)[1, 2, 3]
-        found = view(scalar)
-        assert (found.framework, found.dtype, found.shape) == ("numpy_scalar", scalar.dtype, ())
-        assert found.array.tobytes() == scalar.tobytes()
 
 
 @pytest.mark.parametrize("number", [2**63, -(2**63) - 1, 10**5000], ids=["max", "min", "huge"])
@@ -483,40 +446,12 @@ def test_device_memory_without_cupy_says_so() -> None:
 # Destinations -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("framework", "name", "layout"),
-    pairwise(
-        (framework, name, layout)
-        for framework, name in PAIRS
-        for layout in ("contiguous", "sliced", "transposed", "fortran", "negative")
-        if framework != "jax" and (framework, layout) != ("torch", "negative")
-    ),
-)
-def test_out_receives_what_is_written(framework: str, name: str, layout: str) -> None:
-    out = make(framework, LAYOUTS[layout](sample(name).copy()))
-    value = sample(name, tuple(out.shape), seed=1)
-    found = view_out(out, tuple(out.shape), value.dtype)
-    found.array[...] = value
-    assert commit_out(found) is out
-    assert content(out) == content(value)
-
-
 def test_out_of_other_byte_order_and_with_lazy_conjugation() -> None:
     torch = need("torch")
     for out in (np.zeros(2, ">c8"), torch.zeros(2, dtype=torch.complex64).conj()):
         found = view_out(out, (2,), np.dtype("c8"))
         found.array[...] = [1 + 2j, 3 - 4j]
         assert commit_out(found).tolist() == out.tolist() == [1 + 2j, 3 - 4j]
-
-
-def test_autograd_notices_a_written_out() -> None:
-    torch = need("torch")
-    w = torch.ones(3, requires_grad=True)
-    out = torch.ones(3)
-    loss = (w * out).sum()
-    commit_out(view_out(out, (3,), np.dtype("f4")))
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
 
 
 def _read_only() -> Any:
@@ -528,19 +463,10 @@ def _read_only() -> Any:
 @pytest.mark.parametrize(
     ("out", "error", "words"),
     [
-        (np.zeros(4, "f4"), ValueError, r"shape \(3,\); got \(4,\)"),
-        (np.zeros((3, 1), "f4"), ValueError, r"got \(3, 1\)"),
-        (np.zeros(3, "f8"), TypeError, "dtype float32; got float64"),
-        (_read_only(), BufferError, "read-only"),
         (bytes(3), TypeError, "dtype float32; got uint8"),
         (memoryview(_read_only()), BufferError, "read-only"),
-        (np.broadcast_to(np.zeros(1, "f4"), 3), BufferError, "read-only"),
-        (np.lib.stride_tricks.as_strided(np.zeros(1, "f4"), (3,), (0,)), BufferError, "share mem"),
         (np.lib.stride_tricks.as_strided(np.zeros(3, "f4"), (3,), (2,)), BufferError, "share mem"),
-        (1.0, TypeError, "must be an array; got float"),
         (np.float32(1), TypeError, "must be an array; got float32"),
-        ([1.0, 2.0, 3.0], TypeError, "got list"),
-        ("out", TypeError, "got str"),
     ],
     ids=lambda value: str(value)[:20] if isinstance(value, str) else type(value).__name__,
 )
