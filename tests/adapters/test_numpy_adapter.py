@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -12,87 +11,17 @@ import pytest
 
 import arraycomm as ac
 from tests.adapters.gradients import gradients, reduced, zeros
-from tests.adapters.optimizer_contract import Batch, Driver, OptimizerContract, Tree, gradient_of
 from tests.support.on_ranks import each_rank_of
 
 
 class Own:
-    """One optimizer of each kind of the contract, as a user would write it."""
+    """An optimizer as a user would write it."""
 
-    def __init__(self, kind: str = "sgd", params: Tree | None = None, clip: Any = None) -> None:
-        self.kind, self.clip, self.rate, self.steps = kind, clip, 0.1, 0
-        self.first = {name: np.zeros_like(array) for name, array in (params or {}).items()}
-        self.second = {name: np.zeros_like(array) for name, array in (params or {}).items()}
+    def __init__(self) -> None:
+        self.rate = 0.1
 
-    def update(self, params: Tree, grads: Tree) -> Tree:
-        self.steps += 1
-        grads = {name: grad for name, grad in grads.items() if grad is not None}
-        if self.clip is not None:
-            norm = np.sqrt(sum((grad**2).sum() for grad in grads.values()))
-            assert norm > self.clip
-            grads = {name: grad * (self.clip / norm) for name, grad in grads.items()}
-        moved = {name: self._moved(name, params[name], grad) for name, grad in grads.items()}
-        return params | moved
-
-    def _moved(self, name: str, param: Any, grad: Any) -> Any:
-        if self.kind == "sgd":
-            return param - self.rate * grad
-        if self.kind == "momentum":
-            self.first[name] = 0.9 * self.first[name] + grad
-            return param - self.rate * self.first[name]
-        self.first[name] = 0.9 * self.first[name] + 0.1 * grad
-        self.second[name] = 0.99 * self.second[name] + 0.01 * grad**2
-        first = self.first[name] / (1 - 0.9**self.steps)
-        second = self.second[name] / (1 - 0.99**self.steps)
-        # With an epsilon so large that the size of the gradients matters, not their sign alone.
-        return param * (1 - 0.1 * self.rate) - self.rate * first / (np.sqrt(second) + 0.1)
-
-
-class NumpyDriver(Driver):
-    """An object with `update`, which clips what it gets."""
-
-    # What the object keeps to itself stays as it is on ranks that waited in a `join` block.
-    kind_in_join = "sgd"
-    shardable = False
-
-    def make(self, params: Tree, kind: str) -> None:
-        self.params = params
-        self.optimizer: Any = Own(kind, params, self.clip)
-        self.plain = self.optimizer
-
-    def distribute(self, comm: ac.Communicator, options: dict[str, Any]) -> None:
-        self.optimizer = ac.DistributedOptimizer(self.optimizer, comm=comm, **options)
-
-    def apply(self, grads: Tree) -> None:
-        self.params = self.optimizer.update(self.params, grads)
-
-    def learn(self, part: Batch, factor: float) -> None:
-        grads = gradient_of(self.params, part)
-        self.apply({n: None if grad is None else factor * grad for n, grad in grads.items()})
-
-    def set_rate(self, rate: float) -> None:
-        self.optimizer.rate = rate
-
-    def parameters(self) -> Tree:
-        return copy.deepcopy(self.params)
-
-    def state(self) -> Any:
-        return copy.deepcopy([self.params, vars(self.plain)])
-
-    def resume(self, saved: Any, comm: ac.Communicator) -> None:
-        self.params, attributes = ac.synchronize(saved, comm=comm)
-        vars(self.plain).update(attributes)
-
-    def synchronize(self, root: int, comm: ac.Communicator) -> None:
-        self.params, attributes = ac.synchronize(self.state(), root=root, comm=comm)
-        vars(self.plain).update(attributes)
-
-    def finish(self, joined: ac.Join) -> None:
-        self.params = joined.synchronize(self.params)
-
-
-class TestContract(OptimizerContract):
-    driver = NumpyDriver
+    def update(self, params: Any, grads: Any) -> Any:
+        return {name: params[name] - self.rate * grad for name, grad in grads.items()}
 
 
 @pytest.mark.parametrize("through", ["wrapped", "plain"])

@@ -13,6 +13,7 @@ import pytest
 import arraycomm as ac
 from arraycomm._training import rounds
 from arraycomm.testing import run
+from tests.adapters.gradients import gradients, reduced
 from tests.support.on_ranks import each_rank_of
 
 torch = pytest.importorskip("torch")
@@ -279,6 +280,27 @@ def test_parameters_of_several_dtypes_are_reduced_together(comm: ac.Communicator
     sum((weight * (comm.rank + 1)).sum().abs() for weight in weights).backward()
     optimizer.step()
     assert [weight[0].item() for weight in weights] == [-1.0] * 4
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_scheduler_made_before_or_after_wrapping_works(when: str) -> None:
+    def train(comm: ac.Communicator | None, size: int = 2) -> list[float]:
+        weight = torch.nn.Parameter(torch.zeros(4))
+        optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
+        schedulers = []
+        for moment in ("before", "after"):
+            if moment == "after" and comm is not None:
+                optimizer = ac.DistributedOptimizer(optimizer, comm=comm)
+            if moment == when:
+                schedulers.append(torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5))
+        for step in range(STEPS):
+            mine = reduced(size, step, "mean") if comm is None else gradients(comm.rank, step)
+            weight.grad = torch.from_numpy(mine["a"].copy())
+            optimizer.step()
+            schedulers[0].step()
+        return weight.tolist()
+
+    assert run(2, train) == [train(None)] * 2
 
 
 # Errors

@@ -29,7 +29,7 @@ from tests.planted.runs import catch
 _ADAPTERS: Final = " ".join(
     f"tests/adapters/test_{name}.py" for name in ("shard", "copies", "accumulation", "arithmetic")
 )
-_OF_TORCH: Final = ("adapter", "training", "batchnorm", "data", "collectives", "parameters")
+_OF_TORCH: Final = ("training", "batchnorm", "data", "collectives", "parameters")
 _TORCH: Final = [
     f"tests/adapters/test_torch_{name}.py" for name in (*_OF_TORCH, "modules", "optimizers")
 ]
