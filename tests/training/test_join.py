@@ -8,82 +8,9 @@ import pytest
 
 import arraycomm as ac
 from arraycomm._communicator import Communicator
-from arraycomm._dtypes import BY_NAME
 from arraycomm.adapters.numpy import SGD
-from tests.adapters.arrays import MAKERS, elements
 from tests.adapters.remote import Remote
 from tests.support.on_ranks import alone, each_rank_of
-
-
-@each_rank_of("size")
-def test_without_anyone_out_of_data_the_bits_are_those_of_the_plain_mean(
-    comm: Communicator,
-) -> None:
-    random = np.random.default_rng(comm.rank)
-    mine = {"w": random.random((3, 2), np.float32), "b": [random.random(4)]}
-    want = ac.allreduce_gradients(mine, comm=comm)
-    with ac.join(comm):
-        got = ac.allreduce_gradients(mine, comm=comm)
-    assert got["w"].tobytes() == want["w"].tobytes()
-    assert got["b"][0].tobytes() == want["b"][0].tobytes()
-
-
-@each_rank_of("several")
-def test_sums_missing_gradients_and_large_trees(comm: Communicator) -> None:
-    with ac.join(comm):
-        if comm.rank:
-            tree = {
-                "large": np.full(300_000, 2.0, np.float32),
-                "here": np.full(3, comm.rank, np.float16) if comm.rank == 1 else None,
-                "nowhere": None,
-            }
-            got = ac.allreduce_gradients(tree, "sum", comm=comm)
-            assert (got["large"] == 2 * (comm.size - 1)).all()
-            assert got["here"].dtype == np.float16
-            assert got["here"].tolist() == [1.0] * 3
-            assert got["nowhere"] is None
-            got = ac.allreduce_gradients(tree, compression="bfloat16", comm=comm)
-            assert got["large"].dtype == np.float32
-            assert (got["large"] == 2).all()
-
-
-@pytest.mark.parametrize(
-    ("framework", "dtype", "op"),
-    [
-        *(("numpy", "complex64", "mean"), ("numpy", "float32", "sum"), ("jax", "float32", "mean")),
-        *(("torch", "bfloat16", "mean"), ("torch", "complex64", "sum"), ("jax", "bfloat16", "sum")),
-        *(("remote", "float16", "mean"), ("remote", "float32", "sum")),
-    ],
-)
-def test_weighted_gradients_have_the_same_bits_in_every_framework(
-    on_ranks, several, framework, dtype, op
-) -> None:
-    dtype = BY_NAME[dtype].dtype
-    wide = np.dtype(np.float32) if dtype.itemsize == 2 else dtype
-
-    def drawn(rank: int) -> Any:
-        parts = np.random.default_rng(rank).standard_normal((2, 7)).astype(np.float32)
-        return (parts[0] + 1j * parts[1] if dtype.kind == "c" else parts[0]).astype(dtype)
-
-    def times(array: Any, factor: float) -> Any:
-        return (array.astype(wide).view(np.float32) * np.float32(factor)).view(wide)
-
-    weights = [0.3 + rank for rank in range(several)]
-    want = sum(times(drawn(rank), weights[rank] if op == "mean" else 1) for rank in range(several))
-    if op == "mean":
-        want = (want.view(np.float32) / np.float32(sum(weights))).view(wide)
-
-    def check(comm: Communicator) -> None:
-        with ac.join(comm) as joined:
-            joined.weight = weights[comm.rank]
-            tree = {"w": MAKERS[framework](drawn(comm.rank)), "n": None}
-            got = ac.allreduce_gradients(tree, op, comm=comm)
-        assert got["n"] is None
-        assert type(got["w"]) is type(tree["w"])
-        assert elements(got["w"]).dtype == dtype
-        assert elements(got["w"]).tobytes() == want.astype(dtype).tobytes()
-
-    on_ranks(several, check)
 
 
 def test_weights_are_applied_where_gradients_are(on_ranks, several) -> None:
@@ -110,15 +37,6 @@ def test_weighted_numbers_come_back_as_what_they_are(comm: Communicator, value) 
         got = ac.allreduce_gradients([value, value], comm=comm)
         assert [type(x) for x in got] == [type(value)] * 2
         assert got == [value, value]
-
-
-@each_rank_of("size")
-def test_where_no_weight_is_left_gradients_are_zeros(comm: Communicator) -> None:
-    with ac.join(comm) as joined:
-        joined.weight = 0
-        if comm.rank == 0:
-            got = ac.allreduce_gradients(np.full(3, np.nan), comm=comm)
-            assert got.tolist() == [0.0] * 3
 
 
 @each_rank_of("several")

@@ -82,13 +82,25 @@ def reducible_trees(draw: st.DrawFn) -> tuple[str, Any]:
     return op, draw(_repeated(leaves))
 
 
+# The frameworks with which programs train that are installed.
+training_frameworks: Final = tuple(
+    name for name in ("numpy", "torch", "jax") if name in ranked.installed_frameworks()
+)
+
+
 @st.composite
 def metrics(draw: st.DrawFn) -> tuple[Sealed[Any], Sealed[Any]]:
-    """Draw two numbers and an array, and a weight; values differ between ranks."""
+    """Draw two numbers and two arrays, and a weight; values differ between ranks.
+
+    The second array is of any framework, and of few numbers that every dtype has.
+    """
     number = st.floats(-(2.0**20), 2.0**20, width=32)
     count = draw(st.integers(0, 3))
     array = st.lists(number, min_size=count, max_size=count).map(np.array)
-    values = st.tuples(number, st.integers(-100, 100), array)
+    kind = draw(st.sampled_from(("float32", "bfloat16", "complex64", "int32", "bool")))
+    framework = draw(st.sampled_from(training_frameworks))
+    few = ranked.arrays(kind, (count,), frameworks=framework, elements=st.integers(0, 1))
+    values = st.tuples(number, st.integers(-100, 100), array, few)
     # Numbers of samples beyond the integers of float32, and the least of them beside the largest.
     weight = st.integers(0, 9) | st.floats(2.0**-149, 2.0**10) | st.integers(2**24, 2**40)
     return draw(sealed(ranked.per_rank(values))), draw(sealed(ranked.per_rank(weight)))

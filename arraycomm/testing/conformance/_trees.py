@@ -17,6 +17,7 @@ from arraycomm._functions import allreduce_gradients, allreduce_tree, synchroniz
 from arraycomm._training.join import join
 from arraycomm._training.metrics import mean_metrics
 from arraycomm.testing import strategies as ranked
+from arraycomm.testing._arrays.array_case import ArrayCase
 from arraycomm.testing._arrays.frameworks import elements_of
 from arraycomm.testing._arrays.oracle import expected
 from arraycomm.testing.conformance._checks import (
@@ -46,6 +47,7 @@ from arraycomm.testing.conformance._tree_inputs import (
     metrics,
     reducible_trees,
     state_trees,
+    training_frameworks,
 )
 
 
@@ -173,40 +175,76 @@ class TreeLaws:
         values, weights = drawn
         weight, local = weights.on(comm.rank), values.on(comm.rank)
         if not weight:
-            local = (math.nan, local[1], local[2] * math.nan)
+            local = (math.nan, local[1], local[2] * math.nan, local[3])
         got = mean_metrics(local, weight, comm=comm)
+        assert [type(mean) for mean in got] == [float, float, *map(type, local[2:])]
+        kept, given = elements_of(got[3]).dtype, native(elements_of(local[3])).dtype
+        wide = np.float32 if type(got[3]).__module__.startswith("jax") else np.float64
+        assert kept == (wide if given.kind in "ib" else given), f"got {kept} for {given}"
         for number, mean in enumerate(got):
             check_mean(
-                mean,
-                [values.on(rank)[number] for rank in range(comm.size)],
+                elements_of(mean),
+                [elements_of(values.on(rank)[number]) for rank in range(comm.size)],
                 [weights.on(rank) for rank in range(comm.size)],
             )
 
     @law(
         counts=sealed(ranked.per_rank(st.integers(0, 3))),
-        weights=sealed(ranked.per_rank(st.integers(1, 4))),
+        weights=sealed(ranked.per_rank(st.integers(0, 4))),
+        present=sealed(ranked.per_rank(st.booleans())),
         length=st.sampled_from((1, 5000)),
-        compression=st.sampled_from((None, "float16")),
+        kind=st.sampled_from(("float64", "float64", "float32", "bfloat16", "complex64")),
+        framework=st.sampled_from(training_frameworks),
+        op=st.sampled_from(("mean", "mean", "sum")),
+        compressed=st.booleans(),
     )
     def test_join_is_the_mean_over_the_batches_of_each_step(
         self,
         comm: Communicator,
         counts: Sealed[int],
         weights: Sealed[int],
+        present: Sealed[bool],
         length: int,
-        compression: str | None,
+        kind: str,
+        framework: str,
+        op: OpName,
+        compressed: bool,
     ) -> None:
-        """The mean is weighted, over the ranks that have a batch; afterwards all are in step."""
+        """The mean is weighted, over the ranks that have a batch; afterwards all are in step.
+
+        A gradient that some ranks lack counts as zeros there. Without any weight, means are zeros;
+        in sums, ranks without weight do not count.
+        """
+        if framework == "jax" and kind == "float64":
+            kind = "float32"
+        # Sums of small integers are exact, in 16 bits as well.
+        compression = "float16" if compressed and kind == "float64" else None
+        wide = np.float64 if kind == "float64" else np.float32
+        unit = 1 - 1j if kind == "complex64" else 1
+
+        def made(value: Any, framework: str = "numpy") -> Any:
+            case = ArrayCase(kind, (length,), framework=framework, elements=(value * unit,))
+            return case.build()
+
         with join(comm) as joined:
             for step in range(counts.on(comm.rank)):
                 joined.weight = weights.on(comm.rank)
-                mine = np.full(length, 8.0 * comm.rank + step)
-                got = allreduce_gradients(mine, compression=compression, comm=comm)
+                mine = made(8.0 * comm.rank + step, framework)
+                some = mine if present.on(comm.rank) else None
+                got = allreduce_gradients(
+                    [mine, some, None], op, compression=compression, comm=comm
+                )
                 live = [rank for rank in range(comm.size) if step < counts.on(rank)]
-                # Sums of small integers are exact, in 16 bits as well.
-                total = sum(weights.on(rank) * (8.0 * rank + step) for rank in live)
-                want = total / sum(weights.on(rank) for rank in live)
-                assert got.tolist() == [want] * length, f"got {got[0]}, not {want}"
+                have = [rank for rank in live if present.on(rank)]
+                factor = {r: weights.on(r) if op == "mean" else weights.on(r) > 0 for r in live}
+                divisor = sum(factor.values()) or 1 if op == "mean" else 1
+                for leaf, ranks in zip(got, (live, have, []), strict=True):
+                    assert (leaf is None) == (not ranks), f"got {leaf!r}"
+                    if leaf is not None:
+                        total = sum(factor[rank] * (8.0 * rank + step) for rank in ranks)
+                        found, want = check_like(leaf, mine), made(wide(total) / wide(divisor))
+                        assert found.dtype == want.dtype
+                        assert np.array_equal(found, want), f"got {found[0]}, not {want[0]}"
         last = max(counts.on(rank) for rank in range(comm.size))
         assert joined.synchronize(counts.on(comm.rank)) == last
 
