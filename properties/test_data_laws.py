@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import io
+import math
 import os
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,7 +16,9 @@ from hypothesis import strategies as st
 
 import arraycomm as ac
 from arraycomm import _launch
+from arraycomm._trees import pytrees
 from arraycomm.testing import run
+from arraycomm.testing.strategies import installed_frameworks
 
 pytestmark = pytest.mark.skipif(
     _launch.detect(os.environ) is not None, reason="runs where pytest is alone"
@@ -209,20 +214,67 @@ def test_weighted_mean_is_exact(count, size, batch, settings) -> None:
     assert run(size, total) == [[values.sum(), count]] * size
 
 
-@given(count=st.integers(1, 200), size=SIZES, batch=st.integers(1, 40), data=st.data())
-def test_batches_of_a_tree_are_those_of_its_arrays(count, size, batch, data) -> None:
-    settings = data.draw(settings_of_containers())
-    values = np.arange(count)
-    tree = {"number": values, "rows": (np.stack([values, -values], axis=1), None)}
+class Pair(NamedTuple):
+    """Two arrays."""
 
-    def compare(comm: ac.Communicator) -> None:
+    number: Any
+    rows: Any
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Two arrays."""
+
+    number: Any
+    rows: Any
+
+
+# Data sets of two arrays, or of the second one.
+TREES: dict[str, Callable[[Any, Any], Any]] = {
+    "array": lambda _, rows: rows,
+    "dict": lambda number, rows: {"number": number, "rows": (rows, None)},
+    "named tuple": Pair,
+    "dataclass": Columns,
+    "nested": lambda number, rows: {"in": [number, (rows, None)]},
+}
+
+
+@given(
+    count=st.integers(1, 200),
+    size=SIZES,
+    batch=st.integers(1, 40),
+    form=st.sampled_from(sorted(TREES)),
+    framework=st.sampled_from([n for n in installed_frameworks() if n not in ("buffer", "dlpack")]),
+    shape=st.sampled_from(((), (2, 3), (0,))),
+    settings=settings_of_containers(),
+)
+def test_batches_of_a_tree_are_those_of_its_arrays(
+    count, size, batch, form, framework, shape, settings
+) -> None:
+    """They are of its kinds, or NumPy's, also if they are empty, or slices of a rank's part."""
+    whole = np.arange(count * math.prod(shape), dtype=np.int32).reshape(count, *shape)
+    arrays = [np.arange(count, dtype=np.int32), whole]
+    tree = TREES[form](*(ac.exchange(x, framework) for x in arrays))
+    wholes, leaves = (pytrees.flatten(each).leaves for each in (TREES[form](*arrays), tree))
+
+    def compare(got: Any, wanted: Any) -> None:
+        assert type(got) is type(tree) or form == "array"
+        for leaf, like, rows in zip(pytrees.flatten(got).leaves, leaves, wholes, strict=True):
+            assert isinstance(leaf, (type(like), np.ndarray, np.generic))
+            if like is None:
+                continue
+            found = np.asarray(ac.exchange(leaf, "numpy"))
+            np.testing.assert_array_equal(found, rows[wanted], strict=True)
+
+    def check(comm: ac.Communicator) -> None:
         numbers = ac.DistributedDataContainer(range(count), comm=comm, **settings)
         trees = ac.DistributedDataContainer(tree, comm=comm, **settings)
+        own = np.array(list(numbers), int)
+        compare(trees[1:], own[1:])
+        if len(own):
+            compare(trees[len(own) - 1], own[-1])
         for few, many in zip(numbers.batches(batch), trees.batches(batch), strict=True):
-            wanted = np.array(few.items, int)
-            assert (many.items["number"] == wanted).all()
-            assert (many.items["rows"][0] == np.stack([wanted, -wanted], axis=1)).all()
-            assert many.items["rows"][1] is None
+            compare(many.items, np.array(few.items, int))
             assert (many.weights == few.weights).all()
 
-    run(size, compare)
+    run(size, check)

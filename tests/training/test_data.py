@@ -2,13 +2,12 @@ from __future__ import annotations
 
 import collections
 import copy
-import dataclasses
 import json
 import pickle
 import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -69,34 +68,6 @@ def rows(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[np.ndarray
     return lambda values: KINDS[request.param](values, tmp_path)
 
 
-def as_lists(array: Any) -> Any:
-    """Return an array's elements as nested lists of floats, whatever its framework."""
-    return np.asarray(ac.exchange(array, "numpy")).astype(float).tolist()
-
-
-@pytest.mark.parametrize("shape", [(7,), (7, 2, 3), (7, 0)])
-def test_batch_of_an_array_is_an_array_of_the_same_kind(rows, shape) -> None:
-    values = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
-    data = rows(values)
-    for container in containers(3, data, shuffle=True):
-        order = [int(item) for item in container._index]
-        batches = list(container._pass(2))
-        assert [as_lists(b.items) for b in batches] == [
-            values[order[i : i + 2]].tolist() for i in range(0, -(-7 // 3), 2)
-        ]
-        assert all(type(b.items) in {type(data), np.ndarray} for b in batches)
-        assert {b.items.dtype for b in batches} == {data.dtype}
-        assert [np.asarray(as_lists(item)).tolist() for item in container] == values[order].tolist()
-        assert as_lists(container[1:]) == values[order[1:]].tolist()
-
-
-def test_batch_can_be_without_items(rows) -> None:
-    for container in containers(4, rows(np.ones((1, 2), np.float32))):
-        [batch] = container._pass(5)
-        assert batch.items.shape == (1 if len(container) else 0, 2)
-        assert batch.weights.shape == batch.items.shape[:1]
-
-
 def test_batches_are_copies_and_weights_too(rows) -> None:
     data = rows(np.zeros((4, 2), np.float32))
     container = alone(data)
@@ -142,42 +113,7 @@ def test_random_keys_of_jax() -> None:
     assert (jax.random.key_data(batch.items["key"]) == jax.random.key_data(keys)).all()
 
 
-class Pair(NamedTuple):
-    x: Any
-    y: Any
-
-
-@dataclasses.dataclass(frozen=True)
-class Columns:
-    x: Any
-    y: Any
-
-
 X, Y = np.arange(10.0).reshape(5, 2), np.arange(5)
-TREES = {
-    "dict": {"x": X, "y": Y},
-    "named tuple": Pair(X, Y),
-    "dataclass": Columns(X, Y),
-    "nested": {"in": [X, (Y, None)], "out": Y},
-}
-
-
-def leaves_of(tree: Any) -> list[Any]:
-    from arraycomm._trees.pytrees import flatten
-
-    return flatten(tree).leaves
-
-
-@pytest.mark.parametrize("tree", TREES.values(), ids=TREES)
-def test_tree_of_arrays(tree) -> None:
-    container = alone(tree, shuffle=True)
-    order = container._index.tolist()
-    assert len(container) == 5
-    [batch] = container.batches(5)
-    for got, item in [(batch.items, order), (container[1], order[1])]:
-        assert type(got) is type(tree)
-        for leaf, whole in zip(leaves_of(got), leaves_of(tree), strict=True):
-            assert leaf is whole or np.array_equal(leaf, whole[item])
 
 
 SEQUENCES = {
