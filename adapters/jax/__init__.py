@@ -117,7 +117,7 @@ def distribute(
     reducing = _Distributed(init, gradients.entry(update))
     if gradients.accumulate == 1:
         return reducing
-    return _accumulating(reducing, gradients.accumulate, updates.made)
+    return _accumulating(reducing, inner, gradients.accumulate, updates.made)
 
 
 def _takes_extra(optimizer: optax.GradientTransformation) -> bool:
@@ -209,7 +209,9 @@ class AccumulatedState(NamedTuple):
     inner: Any
 
 
-def _accumulating(reducing: _Distributed, steps: int, updates_made: Numbering) -> _Distributed:
+def _accumulating(
+    reducing: _Distributed, inner: Any, steps: int, updates_made: Numbering
+) -> _Distributed:
     """Return a transformation that applies `reducing` to the mean of every `steps` gradients."""
 
     def init(params: Any) -> AccumulatedState:
@@ -224,19 +226,27 @@ def _accumulating(reducing: _Distributed, steps: int, updates_made: Numbering) -
             lambda total, new: total if new is None else total + new, state.sums, updates
         )
 
+        likes = updates if params is None else params
+
+        def mean() -> Any:
+            return jax.tree.map(lambda total, like: _mean(total, like, steps), sums, likes)
+
         def apply() -> tuple[Any, AccumulatedState]:
-            likes = updates if params is None else params
-            means = jax.tree.map(lambda total, like: _mean(total, like, steps), sums, likes)
-            changes, inner = reducing.update(means, state.inner, params, **extra)
+            changes, kept = reducing.update(mean(), state.inner, params, **extra)
             nothing = jax.tree.map(jnp.zeros_like, sums)
-            return changes, AccumulatedState(jnp.zeros_like(state.count), nothing, inner)
+            return changes, AccumulatedState(jnp.zeros_like(state.count), nothing, kept)
 
         def wait() -> tuple[Any, AccumulatedState]:
-            likes = updates if params is None else params
-            changes = jax.tree.map(_nothing, sums, likes)
+            if traced:
+                # A program has one type of updates, which need not be that of parameters.
+                made = jax.eval_shape(lambda: inner.update(mean(), state.inner, params, **extra))
+                changes = jax.tree.map(jnp.zeros_like, made[0])
+            else:
+                changes = jax.tree.map(_nothing, sums, likes)
             return changes, AccumulatedState(state.count + 1, sums, state.inner)
 
-        if is_traced((updates, state)):
+        traced = is_traced((updates, state))
+        if traced:
             chosen: tuple[Any, AccumulatedState] = jax.lax.cond(
                 state.count + 1 == steps, apply, wait
             )

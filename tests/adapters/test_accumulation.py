@@ -178,7 +178,7 @@ def test_arguments_that_differ_raise_on_all(comm: ac.Communicator, options: dict
 class TestCompiled:
     """On as many ranks as there are processes; `test_processes` runs them on more."""
 
-    def test_a_compiled_update_accumulates_and_compresses(self, jax: Any) -> None:
+    def test_a_compiled_update_accumulates_and_compresses(self, jax: Any, optax: Any) -> None:
         world = ac.init()
         steps = [gradients(world.rank, step) for step in range(MICRO)]
         total, mean_of = np.zeros(SHAPE, np.float32), np.float32(3 * world.size)
@@ -193,6 +193,13 @@ class TestCompiled:
         total = np.sum([row.astype(np.float32) for row in rows], axis=0, dtype=np.float32)
         want = total.astype(ml_dtypes.bfloat16).astype(np.float32)
         np.testing.assert_array_equal(params["a"], -want)
+        # An update may be of another dtype than its parameter.
+        optimizer = ac.DistributedOptimizer(optax.adam(0.5, mu_dtype=np.float32), accumulate=2)
+        half, update = jax.numpy.ones(2, ml_dtypes.bfloat16), jax.jit(optimizer.update)
+        (first, state), wide = update(half, optimizer.init(half), half), np.dtype(np.float32)
+        second, _ = update(half, state, half)
+        assert (first.dtype, second.dtype, *map(round, first)) == (wide, wide, 0, 0)
+        np.testing.assert_allclose(second, -0.5, rtol=0.01)
         ac.finalize()
 
     def test_a_compiled_update_inside_join_is_refused_on_all_ranks(self, jax, optax) -> None:
