@@ -15,7 +15,8 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 import arraycomm as ac
-from arraycomm._arrays.frameworks.jax import promoting_like
+from arraycomm._arrays.results import to_framework
+from arraycomm._arrays.views import view
 from arraycomm._training.programs import ProgramCalls, calls_of
 from arraycomm.adapters.jax._primitive import Call, bind
 
@@ -209,9 +210,13 @@ class Sendrecv(Collective):
         return self.dest == self.source == comm.rank
 
     def run(self, calls: ProgramCalls, x: Any, out: Any) -> Any:
-        array, status = np.asarray(x), ac.Status()
         if self.is_identity(calls.comm):
-            return jnp.array(x) if out is None else array
+            return jnp.array(x) if out is None else np.asarray(x)
+        try:
+            like = view(x)
+        except Exception as error:
+            self.refuse(calls, error)
+        array, status = like.array, ac.Status()
         try:
             received = calls.sendrecv(array, self.dest, self.source, self.tag, out, status)
         except (TypeError, ValueError):
@@ -219,7 +224,7 @@ class Sendrecv(Collective):
             _check_received(array, status)
             raise
         _check_received(array, status)
-        return received if out is not None else promoting_like(jnp.array(received), x)
+        return received if out is not None else to_framework(received, like)
 
     def refuse(self, calls: ProgramCalls, error: Exception) -> NoReturn:
         calls.refuse(error, self.dest, self.source, self.tag)
