@@ -242,6 +242,8 @@ def _push_forward(
 
 
 def _pull_back(cotangents: Sequence[Any], *_: Any, call: Call, comm: ac.Communicator) -> list[Any]:
+    # The transpose of what is not linear is asked for by jax.linear_transpose alone.
+    call.check_differentiable()
     return list(call.pull_back([ad.instantiate_zeros(given) for given in cotangents], comm))
 
 

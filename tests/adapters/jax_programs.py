@@ -487,6 +487,7 @@ def what_cannot_be_compiled_is_refused_by_name() -> None:
     x = jnp.ones(2 * ac.world().size)
     sharded = jax.shard_map(allreduce, mesh=mesh, in_specs=part, out_specs=part)
     own = ac.op(lambda one, other: one + other)
+    largest = partial(allreduce, op="max")
 
     def on_both(x: Any) -> Any:
         parts = jax.NamedSharding(mesh, part)
@@ -506,6 +507,7 @@ def what_cannot_be_compiled_is_refused_by_name() -> None:
         (jax.jit(sharded), "allreduce: a collective of arraycomm cannot be called inside"),
         (jax.jit(lambda x: allreduce(x, own)), "allreduce: op must be the name of a reduction"),
         (jax.grad(lambda x: allreduce(x, "max").sum()), 'allreduce: op must be "sum" or "mean"'),
+        (lambda x: jax.linear_transpose(largest, x)(x), 'allreduce: op must be "sum" or'),
         (jax.jit(lambda x: ac.world().allreduce(x)), "or use arraycomm.adapters.jax.allreduce"),
         (jax.jit(lambda x: ac.allreduce_gradients([x])), "or use arraycomm.adapters.jax.all_re"),
         (lambda x: allreduce(x, token=3), r"allreduce: token must be one of make_token\(\)"),
