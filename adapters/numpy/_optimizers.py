@@ -101,11 +101,11 @@ class ArrayOptimizer(ABC):
 
     def _begin(self, param: Any) -> dict[str, Any]:
         xp = _namespace(param)
-        return self._start(xp, xp.zeros_like(_array(xp, param)))
+        return self._start(xp, _wide(xp, xp.zeros_like(_array(xp, param)), param))
 
     def _step(self, param: Any, grad: Any, state: Any) -> tuple[Any, Any]:
         xp = _namespace_of(param, grad)
-        change, state = self._change(xp, grad, state)
+        change, state = self._change(xp, _wide(xp, _array(xp, grad), param), state)
         new = param - float(self.learning_rate) * change
         if isinstance(param, float):
             return float(new), state
@@ -190,7 +190,7 @@ class Adam(ArrayOptimizer):
     """Adam, with the moments of Kingma and Ba (2015), corrected for their start at 0.
 
     m ← β₁ m + (1−β₁) g; v ← β₂ v + (1−β₂) |g|²; p ← p − η m̂ / (√v̂ + ε). As `SGD` otherwise. The
-    moments have the parameter's dtype.
+    moments have the dtype of their parameter, and are of float32 if that has 16 or 8 bits.
 
     Parameters
     ----------
@@ -248,6 +248,14 @@ def _naming(params: Any, number: int) -> Iterator[None]:
 def _array(xp: Any, x: Any) -> Any:
     """Return an array; NumPy computes scalars of arrays without dimensions."""
     return xp.asarray(x) if isinstance(x, float | np.generic) else x
+
+
+def _wide(xp: Any, array: Any, param: Any) -> Any:
+    """Return an array in which a parameter's steps are computed: in float32 if it is narrower."""
+    if isinstance(param, float) and not isinstance(param, np.generic):
+        return array
+    is_narrow = any(name in str(param.dtype) for name in ("float16", "float8"))
+    return xp.astype(array, xp.float32 if is_narrow else param.dtype, copy=False)
 
 
 def _is_complex(x: Any) -> bool:
