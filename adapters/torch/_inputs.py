@@ -91,7 +91,12 @@ class StepInputs:
         if optimizer is not None and reducer is not None and not self._is_sharded:
             # Of the first parameter that has a state: that is in the order in which they came.
             # Torch hashes a parameter in Python.
-            counted = {id(p): each["step"] for p, each in optimizer.state.items() if "step" in each}
+            # Some keep what is of no parameter there, under a name, or one tensor of each.
+            counted = {
+                id(key): each["step"]
+                for key, each in optimizer.state.items()
+                if isinstance(each, dict) and "step" in each
+            }
             steps = (counted[id(p)] for p in reducer.parameters if id(p) in counted)
             if isinstance(step := scalar(next(steps, None)), int | float):
                 yield "the step in the state", step, _leave
