@@ -307,11 +307,12 @@ def test_gradients_of_collectives_are_their_transposes(
         {"momentum": st.sampled_from((None, 0.1, 0.3)), "eps": st.sampled_from((1e-5, 0.5))},
         optional={"affine": st.just(False), "track_running_stats": st.just(False)},
     ),
+    counted=st.booleans(),
     required=st.lists(st.sampled_from((True, True, False)), min_size=4, max_size=4),
     seed=st.integers(0, 99),
 )
 def test_batch_norm_of_ranks_is_that_of_the_whole_batch(
-    counts, channels, spatial, options, required, seed
+    counts, channels, spatial, options, counted, required, seed
 ) -> None:
     torch = pytest.importorskip("torch")
     from arraycomm.adapters.torch import convert_sync_batchnorm
@@ -320,6 +321,8 @@ def test_batch_norm_of_ranks_is_that_of_the_whole_batch(
     batches = [random.normal(size=(2, 2, n, channels, *spatial)) for n in counts]
     kind = (nn.BatchNorm1d, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)[len(spatial)]
     plain = kind(channels, **options).double()
+    if not counted:
+        plain.num_batches_tracked = None
     for parameter in plain.parameters():
         parameter.data = torch.from_numpy(random.normal(size=channels))
 

@@ -108,11 +108,11 @@ class SyncBatchNorm(_BatchNorm):
     def _track(self, mean: torch.Tensor, variance: torch.Tensor) -> None:
         assert self.running_mean is not None
         assert self.running_var is not None
-        assert self.num_batches_tracked is not None
-        self.num_batches_tracked.add_(1)
-        momentum = self.momentum
-        if momentum is None:
-            momentum = 1.0 / float(self.num_batches_tracked)
+        momentum = self.momentum or 0.0
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            if self.momentum is None:
+                momentum = 1.0 / float(self.num_batches_tracked)
         self.running_mean.mul_(1 - momentum).add_(mean, alpha=momentum)
         self.running_var.mul_(1 - momentum).add_(variance, alpha=momentum)
 
