@@ -106,7 +106,7 @@ def average_over_ranks(
     leader = int(np.argmax(weights))
     state = comm.bcast_object(learnt(fitted) if comm.rank == leader else None, root=leader)
     share = weights[comm.rank] / sum(weights)
-    own = learnt(fitted) if share else {}
+    own = _averaging_like(state, learnt(fitted), estimator) if share else {}
     losses = isinstance(estimator, _NETWORKS)
     common = list(_arrays(state))
     summands = [
@@ -122,6 +122,21 @@ def average_over_ranks(
         _agree_on_loss(state, float(loss), before, estimator.tol)
     state[_SINCE] = state["t_"] = _counted(state["t_"])
     vars(estimator).update(state)
+
+
+def _averaging_like(state: dict[str, Any], own: dict[str, Any], estimator: Any) -> dict[str, Any]:
+    """Return what a rank has learnt, with its averaged coefficients as the leader's are.
+
+    `average=10` begins with the tenth sample, which a rank may not have had: then what it has in
+    place of the averages are its coefficients. If the leader has not begun, there is nothing yet.
+    """
+    first = getattr(estimator, "average", 0)
+    begun, wanted = (first <= each["t_"] - 1 for each in (own, state))
+    if not first or begun == wanted:
+        return own
+    names = [name for name in _ARRAYS if name.startswith("_average")]
+    made = {name: own[f"{name.removeprefix('_average_')}_"] * wanted for name in names}
+    return own | {name: array.reshape(own[name].shape) for name, array in made.items()}
 
 
 def _arrays(state: dict[str, Any]) -> Iterator[Any]:

@@ -228,6 +228,8 @@ def test_averaged_estimators_are_as_good_as_those_of_one_process(kind: str) -> N
     "make",
     [
         lambda: SGDRegressor(random_state=0),
+        # Averages that have begun on one rank alone.
+        lambda: SGDRegressor(random_state=0, average=40),
         lambda: MLPRegressor(hidden_layer_sizes=(4,), random_state=1, max_iter=1),
         lambda: MLPRegressor(hidden_layer_sizes=(4,), solver="sgd", random_state=1),
     ],
