@@ -177,7 +177,9 @@ def average(estimator: Any, *, comm: ac.Communicator | None = None) -> Any:
 
 
 def _learner_and_batch(estimator: Any, x: Any, y: Any) -> tuple[Any, Batch]:
-    learner, batch = _last_step(estimator), Batch.of(x, y)
+    learner = _last_step(estimator)
+    is_piped = isinstance(estimator, Pipeline) and len(estimator) > 1
+    batch = Batch.of(x, y, raw=is_piped)
     if not isinstance(learner, (*AVERAGED, *(merge.kind for merge in _MERGES))):
         kinds = (*(merge.kind for merge in _MERGES), *AVERAGED)
         removed = [base.__name__ for base in type(learner).__mro__ if base.__name__ in _REMOVED]
@@ -187,7 +189,7 @@ def _learner_and_batch(estimator: Any, x: Any, y: Any) -> tuple[Any, Batch]:
             f"{_names(kinds)} can{instead}"
         )
     known = getattr(learner, "n_features_in_", None)
-    if isinstance(estimator, Pipeline) and len(estimator) > 1:
+    if is_piped:
         if batch.samples:
             batch = Batch.of(_transformed(estimator[:-1], x), y)
         else:

@@ -19,6 +19,8 @@ from arraycomm._training.comparison.digests import block_sums
 _LOCAL: Final = frozenset(("n_jobs", "verbose"))
 # What is learnt, but of this rank's samples.
 _OWN: Final = "labels_"
+# A place in memory, which those that read text remember once they have been used.
+_PLACE: Final = "_stop_words_id"
 _GENERATORS: Final = (np.random.RandomState, np.random.Generator)
 
 
@@ -35,10 +37,16 @@ class Batch:
     names: tuple[str, ...] | None
 
     @classmethod
-    def of(cls, X: Any, y: Any) -> Batch:  # noqa: N803 - scikit-learn's name
-        """Return the batch; raise if X and y do not fit."""
-        shape = np.shape(X) if not hasattr(X, "shape") else tuple(X.shape)
-        if not shape or (len(shape) != 2 and shape[0]):
+    def of(cls, X: Any, y: Any, *, raw: bool = False) -> Batch:  # noqa: N803 - scikit-learn's name
+        """Return the batch; raise if X and y do not fit.
+
+        If it is raw, as what a pipeline gets, a sample may be anything, such as a text.
+        """
+        if hasattr(X, "shape"):
+            shape = tuple(X.shape)
+        else:
+            shape = (len(X),) if raw else np.shape(X)
+        if not shape or (len(shape) != 2 and shape[0] and not raw):
             raise ValueError(
                 f"X must have shape (samples, features), samples may be 0; got {shape}"
             )
@@ -197,7 +205,8 @@ def _parts(value: Any) -> Iterable[bytes]:
         yield f"{value.dtype.str}{value.shape}".encode()
         yield block_sums(np.ascontiguousarray(value).reshape(-1).view(np.uint8)).tobytes()
     elif sparse.issparse(value):
-        yield from _parts([value.format, value.shape, value.tocoo().data])
+        found = value.tocoo()
+        yield from _parts([value.format, value.shape, *found.coords, found.data])
     elif isinstance(value, Mapping):
         for key in sorted(value, key=repr):
             yield repr(key).encode()
@@ -206,9 +215,12 @@ def _parts(value: Any) -> Iterable[bytes]:
         yield str(len(value)).encode()
         for item in value:
             yield from _parts(item)
+    elif isinstance(value, set | frozenset):
+        # Each process has them in an order of its own.
+        yield from _parts(sorted(value, key=repr))
     elif hasattr(value, "__dict__"):
         yield type(value).__name__.encode()
-        yield from _parts(vars(value))
+        yield from _parts({name: x for name, x in vars(value).items() if name != _PLACE})
     else:
         text = repr(value)
         # What shows its place in memory is not the same on all ranks.

@@ -26,6 +26,7 @@ from sklearn.cluster import MiniBatchKMeans
 from sklearn.datasets import load_diabetes, load_digits
 from sklearn.ensemble import RandomForestClassifier
 from sklearn.exceptions import NotFittedError
+from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.linear_model import Perceptron, SGDClassifier, SGDRegressor
 from sklearn.naive_bayes import GaussianNB, MultinomialNB
 from sklearn.neural_network import MLPClassifier, MLPRegressor
@@ -98,6 +99,8 @@ def test_large_arrays_that_differ_anywhere_have_other_digests() -> None:
         found.add(digest(other))
         found.add(digest(np.roll(other, place + 2)))
     assert len(found) == 10
+    assert len({digest(sparse.eye_array(3, k=k).tocsr()) for k in (-1, 1)}) == 2
+    assert digest([{0, 8}, frozenset({8, 0})]) == digest([{8, 0}, frozenset({0, 8})])
     assert digest(array.copy()) == digest(array) in found
 
 
@@ -370,6 +373,20 @@ def test_the_last_step_of_a_pipeline_learns(comm: Communicator) -> None:
     average(pipeline[-1].partial_fit(scaler.transform(X), Y) and pipeline, comm=comm)
     _assert_same(comm.allgather_object(pipeline[-1]))
     assert pipeline.score(X, Y) > 0.9
+
+
+@each_rank_of(3)
+def test_a_pipeline_may_get_texts(comm: Communicator) -> None:
+    texts, labels = ["good nice", "bad awful", "nice day", "awful rain"], [1, 0, 1, 0]
+    # It remembers where its own list is.
+    reader = TfidfVectorizer(stop_words=["the"]).fit(texts)
+    pipeline = make_pipeline(reader, MultinomialNB())
+    rows = slice(comm.rank, 4, 2) if comm.rank < 2 else slice(0)
+    for _ in range(2):
+        partial_fit(pipeline, texts[rows], labels[rows], classes=[0, 1], comm=comm)
+    alone = MultinomialNB().fit(reader.transform(texts * 2), labels * 2)
+    np.testing.assert_allclose(pipeline[-1].feature_count_, alone.feature_count_)
+    assert pipeline.predict(texts).tolist() == labels
 
 
 def _calls(last: bool, comm: Communicator) -> list[tuple[type[Exception], str, Callable[[], Any]]]:
