@@ -285,6 +285,9 @@ class _Steps:
         if self._stepping and _is_nested(optimizer):
             self._nested += 1
             return None
+        if self._stepping:
+            # An exception has ended the last step, maybe on this rank alone.
+            self._gradients.verification.hasten()
         self._stepping, self._nested = True, 0
         self.reducer.begin_step()
         if self._following:

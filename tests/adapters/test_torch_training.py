@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -328,9 +328,22 @@ def different_numbers_of_evaluations(comm: ac.Communicator) -> None:
         optimizer.step(lambda: weight.sum().backward())
 
 
+def raising(comm: ac.Communicator) -> None:
+    """Go on after a step that has raised on one rank."""
+    weight, optimizer = weight_and_optimizer(comm)
+    for step in range(8):
+        optimizer.zero_grad()
+        weight.sum().backward()
+        handle = optimizer.register_step_pre_hook(lambda *_: [None][comm.rank * (step == 3)])  # noqa: B023
+        with suppress(IndexError):
+            optimizer.step()
+        handle.remove()
+
+
 @pytest.mark.parametrize(
     ("size", "train", "match"),
     [
+        (2, raising, r"not take the same step: parameter 0 .* rank 0: -10.0 .* rank 1: -8.0"),
         (
             3,
             lambda comm: skipping(comm, 1, 2),
