@@ -219,11 +219,9 @@ class Sendrecv(Collective):
         array, status = like.array, ac.Status()
         try:
             received = calls.sendrecv(array, self.dest, self.source, self.tag, out, status)
-        except (TypeError, ValueError):
-            # Of `out`, which is like the array that was sent.
+        finally:
+            # Also if `out` cannot take it, which is like the array that was sent.
             _check_received(array, status)
-            raise
-        _check_received(array, status)
         return received if out is not None else to_framework(received, like)
 
     def refuse(self, calls: ProgramCalls, error: Exception) -> NoReturn:

@@ -100,16 +100,18 @@ class ArrayOptimizer(ABC):
         return optree.tree_unflatten(structure, updated)
 
     def _begin(self, param: Any) -> dict[str, Any]:
-        xp = _namespace(param)
-        return self._start(xp, _wide(xp, xp.zeros_like(_array(xp, param)), param))
+        array = _array(param)
+        xp = array_namespace(array)
+        return self._start(xp, _wide(xp, xp.zeros_like(array), array))
 
     def _step(self, param: Any, grad: Any, state: Any) -> tuple[Any, Any]:
-        xp = _namespace_of(param, grad)
-        change, state = self._change(xp, _wide(xp, _array(xp, grad), param), state)
-        new = param - float(self.learning_rate) * change
+        array, slope = _array(param), _array(grad)
+        xp = _namespace_of(array, slope)
+        change, state = self._change(xp, _wide(xp, slope, array), state)
+        new = array - float(self.learning_rate) * change
         if isinstance(param, float):
             return float(new), state
-        return xp.astype(_array(xp, new), param.dtype, copy=False), state
+        return xp.astype(_array(new), array.dtype, copy=False), state
 
     def _start(self, xp: Any, zeros: Any) -> dict[str, Any]:
         """Return the state of a parameter before its first step, given zeros like it."""
@@ -245,15 +247,13 @@ def _naming(params: Any, number: int) -> Iterator[None]:
         raise TypeError(f"{accessor.codify('params')}: {error}") from error
 
 
-def _array(xp: Any, x: Any) -> Any:
-    """Return an array; NumPy computes scalars of arrays without dimensions."""
-    return xp.asarray(x) if isinstance(x, float | np.generic) else x
+def _array(x: Any) -> Any:
+    """Return an array, NumPy's of numbers: it computes scalars of arrays without dimensions."""
+    return np.asarray(x) if isinstance(x, float | np.generic) else x
 
 
 def _wide(xp: Any, array: Any, param: Any) -> Any:
     """Return an array in which a parameter's steps are computed: in float32 if it is narrower."""
-    if isinstance(param, float) and not isinstance(param, np.generic):
-        return array
     is_narrow = any(name in str(param.dtype) for name in ("float16", "float8"))
     return xp.astype(array, xp.float32 if is_narrow else param.dtype, copy=False)
 
@@ -263,20 +263,9 @@ def _is_complex(x: Any) -> bool:
     return "complex" in str(getattr(x, "dtype", ""))
 
 
-def _namespace(*arrays: Any) -> Any:
-    """Return the namespace of arrays; that of Python's floats is NumPy's."""
-    if all(isinstance(array, float) for array in arrays):
-        import array_api_compat.numpy
-
-        return array_api_compat.numpy
-    return array_namespace(*arrays)
-
-
 def _namespace_of(param: Any, grad: Any) -> Any:
     """Return the namespace of a parameter and its gradient; raise if it cannot be updated."""
-    xp = _namespace(param, grad)
-    if isinstance(param, float) and not isinstance(param, np.generic):
-        return xp
+    xp = array_namespace(param, grad)
     if not ("float" in str(param.dtype) or _is_complex(param)):
         raise TypeError(
             f"a parameter must be an array of floating-point numbers; got {param.dtype}"

@@ -134,9 +134,8 @@ def _averaging_like(state: dict[str, Any], own: dict[str, Any], estimator: Any) 
     begun, wanted = (first <= each["t_"] - 1 for each in (own, state))
     if not first or begun == wanted:
         return own
-    names = [name for name in _ARRAYS if name.startswith("_average")]
-    made = {name: own[f"{name.removeprefix('_average_')}_"] * wanted for name in names}
-    return own | {name: array.reshape(own[name].shape) for name, array in made.items()}
+    pairs = (("_average_coef", "coef_"), ("_average_intercept", "intercept_"))
+    return own | {name: own[of].reshape(own[name].shape) * wanted for name, of in pairs}
 
 
 def _arrays(state: dict[str, Any]) -> Iterator[Any]:
