@@ -237,14 +237,12 @@ def _accumulating(
             return changes, AccumulatedState(jnp.zeros_like(state.count), nothing, kept)
 
         def wait() -> tuple[Any, AccumulatedState]:
-            if traced:
-                # A program has one type of updates, which need not be that of parameters.
-                made = jax.eval_shape(lambda: inner.update(mean(), state.inner, params, **extra))
-                changes = jax.tree.map(jnp.zeros_like, made[0])
-            else:
-                changes = jax.tree.map(
-                    lambda total, like: jnp.zeros_like(total if like is None else like), sums, likes
-                )
+            def update() -> Any:
+                return inner.update(mean(), state.inner, params, **extra)[0]
+
+            # A program has one type of updates, which need not be that of parameters.
+            made = jax.eval_shape(update) if traced else likes
+            changes = jax.tree.map(_nothing, sums, made)
             return changes, AccumulatedState(state.count + 1, sums, state.inner)
 
         traced = is_traced((updates, state))
@@ -269,6 +267,10 @@ def _wide(leaf: Any) -> Any:
 def _mean(total: Any, like: Any, steps: int) -> Any:
     mean = total / steps
     return mean if like is None else mean.astype(jax.dtypes.result_type(like))
+
+
+def _nothing(total: Any, like: Any) -> Any:
+    return jnp.zeros_like(total if like is None else like)
 
 
 def all_reduce(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import numpy as np
 
 import arraycomm as ac
+from arraycomm._protocol.header import digest
+from arraycomm._training.comparison.digests import digest_of
 from arraycomm.adapters.jax._errors import as_jax_error, kept
 from arraycomm.adapters.jax._tokens import DelaysErrors, ProgramToken
 
@@ -53,8 +54,6 @@ class Callback(DelaysErrors):
 
 def are_alike(arrays: Sequence[Any], comm: ac.Communicator) -> bool:
     """Return whether all ranks have the same arrays; collective."""
-    digest = hashlib.blake2b(digest_size=8)
-    for array in map(np.asarray, arrays):
-        digest.update(f"{array.dtype} {array.shape}".encode() + array.tobytes())
-    found = comm.allgather(np.frombuffer(digest.digest(), np.int64))
+    shown = [(str(x.dtype), x.shape, digest_of(x)) for x in map(np.asarray, arrays)]
+    found = comm.allgather(np.array(digest(*shown), np.int64))
     return bool((found == found[0]).all())

@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple, NoReturn
 
 from arraycomm import DistributedOptimizer, synchronize
 from arraycomm._training.comparison.verification import Inputs
-from arraycomm.adapters.numpy._inputs import StepInputs
+from arraycomm.adapters.numpy._inputs import StepInputs, signature_of
 from arraycomm.adapters.numpy._optimizers import SGD, Adam, Momentum
 from arraycomm.adapters.numpy._shards import Sharding, check_per_parameter, set_state, state_of
 
@@ -63,7 +63,7 @@ def _methods_of(optimizer: Any) -> list[str]:
 
 def _refusal(optimizer: Any, name: str) -> str | None:
     """Say why a method cannot take parameters and gradients in this order, if it cannot."""
-    signature = _signature_of(_method(optimizer, name))
+    signature = signature_of(_method(optimizer, name))
     called = type(optimizer).__name__ + ("" if name == "__call__" else f".{name}")
     if inspect.isroutine(optimizer):
         called = getattr(optimizer, "__name__", called)
@@ -91,16 +91,9 @@ def _method(optimizer: Any, name: str) -> Any:
     return optimizer if name == "__call__" else getattr(optimizer, name)
 
 
-def _signature_of(method: Any) -> inspect.Signature | None:
-    try:
-        return inspect.signature(method)
-    except (TypeError, ValueError):
-        return None
-
-
 def _state_argument(method: Any) -> str | None:
     """Return the name of the argument after the gradients, if that is the optimizer's state."""
-    signature = _signature_of(method)
+    signature = signature_of(method)
     names = [] if signature is None else list(signature.parameters)
     return names[2] if len(names) > 2 and "state" in names[2] else None
 

@@ -28,7 +28,8 @@ class StepInputs:
         self._optimizer, self._is_sharded = optimizer, is_sharded
         kind = type(optimizer)
         is_function = inspect.isroutine(optimizer)
-        self._arguments = [] if is_function else _arguments_of(kind)
+        signature = None if is_function else signature_of(kind)
+        self._arguments = [] if signature is None else sorted(signature.parameters)
         self._constants = (
             ("the class of the optimizer", f"{kind.__module__}.{kind.__qualname__}"),
         )
@@ -78,12 +79,12 @@ class StepInputs:
                 yield from found if any(x.shape in shapes for _, x in found) else ()
 
 
-def _arguments_of(kind: type) -> list[str]:
-    """Return the names of the arguments that a class takes."""
+def signature_of(function: Any) -> inspect.Signature | None:
+    """Return what arguments a function or a class takes, if it says so."""
     try:
-        return sorted(inspect.signature(kind).parameters)
+        return inspect.signature(function)
     except (TypeError, ValueError):
-        return []
+        return None
 
 
 def _numbers(tree: Any, name: str) -> list[tuple[str, Any]]:

@@ -125,10 +125,9 @@ def average_over_ranks(
 
 
 def _averaging_like(state: dict[str, Any], own: dict[str, Any], estimator: Any) -> dict[str, Any]:
-    """Return what a rank has learnt, with its averaged coefficients as the leader's are.
+    """Return what a rank has learnt, with averages if the leader has begun them (`average=10`).
 
-    `average=10` begins with the tenth sample, which a rank may not have had: then what it has in
-    place of the averages are its coefficients. If the leader has not begun, there is nothing yet.
+    In place of those that this rank has not begun are its coefficients.
     """
     first = getattr(estimator, "average", 0)
     begun, wanted = (first <= each["t_"] - 1 for each in (own, state))

@@ -173,8 +173,6 @@ def _same(name: str, what: str, texts: Sequence[str], remedy: str) -> None:
 
 def _text(value: Any) -> str:
     """Return a parameter as text that is the same in every process."""
-    if isinstance(value, np.generic):
-        value = value.item()
     if isinstance(value, np.ndarray):
         return f"array of {value.dtype} {value.shape}, digest {digest(value)}"
     if isinstance(value, BaseEstimator):

@@ -145,9 +145,7 @@ def test_wrong_argument_on_one_rank_raises_on_all(
 
 
 @each_rank_of(2)
-def test_what_is_received_is_where_x_is_and_both_hear_of_one_that_is_gone(
-    comm: ac.Communicator,
-) -> None:
+def test_both_hear_of_an_x_that_is_gone_and_get_others_where_x_is(comm: ac.Communicator) -> None:
     other = 1 - comm.rank
     for x in (jax.numpy.ones(3), jax.device_put(np.ones(3), jax.devices()[0])):
         assert collectives.sendrecv(x, other, other, comm=comm).committed == x.committed
@@ -155,7 +153,6 @@ def test_what_is_received_is_where_x_is_and_both_hear_of_one_that_is_gone(
         x.delete()
     with pytest.raises(ValueError if comm.rank else ac.PeerError, match=r"x is .* deleted"):
         collectives.sendrecv(x, other, other, comm=comm)
-    assert collectives.sendrecv(jax.numpy.ones(1), other, other, comm=comm) == 1
 
 
 def test_error_that_a_token_takes_is_raised_once_the_program_has_ended() -> None:
