@@ -193,7 +193,6 @@ class TestCompiled:
         total = np.sum([row.astype(np.float32) for row in rows], axis=0, dtype=np.float32)
         want = total.astype(ml_dtypes.bfloat16).astype(np.float32)
         np.testing.assert_array_equal(params["a"], -want)
-        # An update may be of another dtype than its parameter.
         optimizer = ac.DistributedOptimizer(optax.adam(0.5, mu_dtype=np.float32), accumulate=2)
         half, update = jax.numpy.ones(2, ml_dtypes.bfloat16), jax.jit(optimizer.update)
         first, state = update(half, optimizer.init(half), half)

@@ -89,8 +89,7 @@ def test_ranks_train_as_one_process(
     for distributed in (True, False):
         model = _model(name)
         optimizer = getattr(torch.optim, name)(model.parameters(), **OPTIONS[option])
-        # There may be more than what is of parameters.
-        optimizer.state["turns"] = 0
+        optimizer.state["turns"] = 0  # of no parameter
         if distributed:
             optimizer = ac.DistributedOptimizer(optimizer, comm=comm)
         data = own if distributed else whole
