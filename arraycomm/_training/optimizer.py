@@ -134,12 +134,13 @@ def DistributedOptimizer(  # noqa: N802
     A reduction makes gradients the same, and nothing else. So the ranks compare what else a step
     depends on, by digests in the header of the reduction: with every step the class of the
     optimizer, its hyperparameters and its step count; with the first step and every `verify_every`
-    steps each parameter, and each array of the state unless that is sharded. The error names the
-    first one that differs, with its values and the line of the program on each rank. Arrays that
-    are of another framework on another rank are compared in the first step only, since frameworks
-    round differently. Parameters that are meant to differ, such as an adapter of each rank's own,
-    belong to another optimizer, which is not distributed. With torch, parameters that a rank lists
-    in another order are put in that of rank 0, if their names or their values prove which is which.
+    steps each parameter, and each array of the state unless that is sharded; so they do after a
+    torch step has raised on a rank. The error names the first one that differs, with its values and
+    the line of the program on each rank. Arrays that are of another framework on another rank are
+    compared in the first step only, since frameworks round differently. Parameters that are meant
+    to differ, such as an adapter of each rank's own, belong to another optimizer, which is not
+    distributed. With torch, parameters that a rank lists in another order are put in that of rank
+    0, if their names or their values prove which is which.
 
     With `shard=True` an optimizer must treat each parameter by itself: its update may depend on its
     own gradient and state, and on values that are the same for all, such as a learning rate. Those
