@@ -98,6 +98,9 @@ EQUIVALENT: Final[dict[str, str]] = {
     "if (found != NULL) PyErr_Clear();": "arrays of NumPy have a dtype",
     "late = time.monotonic() >= self._deadline": "one moment",
     "while (self->next <= self->count) {": "an empty group more",
+    "if length < group.inline_bytes:": "on all ranks; it comes again",
+    ": wait_for_all(&self->slots, step, clock_now() - WAIT_NANOSECONDS);": "Python waits instead",
+    "return (np.arange(count, dtype=np.uint32) // (rank + (1 + 1)) % 3).astype(np.uint8)": "other data",
 }
 
 
