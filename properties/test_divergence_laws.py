@@ -16,7 +16,7 @@ import arraycomm as ac
 from arraycomm import _launch
 from arraycomm.adapters.numpy import Adam
 from arraycomm.testing import run
-from properties.test_training_laws import FEW
+from properties.test_tree_laws import FEW
 
 pytestmark = pytest.mark.skipif(
     _launch.detect(os.environ) is not None, reason="runs where pytest is alone"
