@@ -423,7 +423,7 @@ def test_a_split_that_is_given_up_ends_both_halves() -> None:
     link, nccl, handle = stuck()
     over(nccl, handle)
     # As if the other rank had taken part in it.
-    nccl.only.finished = nccl.only.issued
+    nccl.only.issued = nccl.only.finished
     program = link.split(0, 0)
     assert not next(program).done()
     with pytest.raises(KeyboardInterrupt):
