@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -47,7 +48,14 @@ _ANEW = 30.0
 _NIGHT = bool(os.environ.get("NIGHT")) or EVERY
 
 # The files whose tests take longest, one after the other: a worker that gets one at the end works alone.
-_LONGEST = ("testing/test_plugin.py", "adapters/test_jax_collectives.py", "testing/test_given.py")
+_LONGEST = (
+    "testing/test_plugin.py",
+    "adapters/test_jax_collectives.py",
+    "testing/test_given.py",
+    "docs/test_documents.py",
+    "testing/test_conformance_checks.py",
+    "session/test_ends.py",
+)
 
 
 def _launched_rank() -> int | None:
@@ -77,15 +85,17 @@ class _FailuresOfOneRank:
 
 
 @pytest.fixture(autouse=True)
-def _own_files_of_launchers(
-    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def _own_files_of_launchers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Keep what a killed launcher of Open MPI leaves from the launcher that gets its process number later.
 
     It keeps its files in a directory of its process number. It does not start if there are any.
     """
+    given = {}
     if _launched_rank() is None and is_open_mpi():
-        monkeypatch.setenv("PRTE_MCA_prte_tmpdir_base", str(tmp_path_factory.mktemp("launchers")))
+        given["PRTE_MCA_prte_tmpdir_base"] = str(tmp_path_factory.mktemp("launchers"))
+    # Not by `monkeypatch`, which would be undone after fixtures that tests use beside it.
+    with mock.patch.dict(os.environ, given):
+        yield
 
 
 class _Limit:
