@@ -199,24 +199,19 @@ def _keep_on_device(runner: Runner, call: Call, x: Any, out: Any, kind: type[Exc
 def keep_allreduce(runner: Runner, key: tuple[Any, ...], x: Any, op: str) -> None:
     """Keep the fast path of `allreduce` after its first call: many programs make a few calls."""
     group, paths, guard = runner.group, runner.fast_paths, runner.guard
-    nbytes = getattr(x, "nbytes", 0)
-    # Some frameworks have a method of this name.
-    if not isinstance(nbytes, int) or not _may_keep(runner, x):
-        return
-    large = nbytes > group.inline_bytes
-    # Ranks that compare no headers go without one if their arrays are large.
-    if large and not group.options.check:
+    if not _may_keep(runner, x):
         return
     # An array that cannot be looked at a second time has no fast path.
     with suppress(Exception):
         source = view(x)
+        form = Form(source.dtype, source.shape)
+        large = nbytes_of(form) > group.inline_bytes
         if len(source.shape) > MAX_DIMS or (source.copied and not large):
             return
-        if source.copied:
-            # It would be copied each time to see that.
+        if source.copied or (large and not group.options.check):
+            # It would be copied each time to see that, or ranks compare no headers.
             paths.keep(key, FastPath())
             return
-        form = Form(source.dtype, source.shape)
         signature = Signature("allreduce", op, None, *form)
         if guard is not None:
             signature = guard.sign(signature, key[4][1])

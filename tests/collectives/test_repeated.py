@@ -47,14 +47,24 @@ def test_a_call_beside_one_of_another_thread_is_refused(comm: ac.Communicator) -
         assert np.array_equal(comm.allreduce(x), comm.size * x)
 
 
+# What `nbytes` may be in a framework: a method, the bytes of more than the elements, or an error.
+NBYTES: dict[str, Callable[[Any], Any]] = {
+    "a method": lambda array: lambda: array.nbytes,
+    "more": lambda _: 1 << 23,
+    "refused": lambda array: array.item("refused"),
+}
+
+
 class _Tensor:
-    """Of a framework of which `nbytes` is a method."""
+    """Of a framework whose `nbytes` says something else."""
 
-    def __init__(self, array: np.ndarray[Any, Any]) -> None:
+    def __init__(self, array: np.ndarray[Any, Any], nbytes: str) -> None:
         self._array, self.shape, self.dtype = array, array.shape, array.dtype
+        self._nbytes = nbytes
 
-    def nbytes(self) -> int:
-        return self._array.nbytes
+    @property
+    def nbytes(self) -> Any:
+        return NBYTES[self._nbytes](self._array)
 
     def __dlpack__(self, **options: Any) -> Any:
         return self._array.__dlpack__(**options)
@@ -65,10 +75,14 @@ class _Tensor:
 
 @each_rank_of("few")
 @pytest.mark.parametrize("count", [5, COUNT])
-def test_an_array_whose_nbytes_is_a_method_is_reduced(comm: ac.Communicator, count: int) -> None:
-    for _ in range(4):
-        out = comm.allreduce(_Tensor(np.arange(count)))
-        assert np.array_equal(np.asarray(out), comm.size * np.arange(count))
+@pytest.mark.parametrize("nbytes", NBYTES)
+def test_what_an_array_says_of_its_bytes_is_not_believed(
+    comm: ac.Communicator, nbytes: str, count: int
+) -> None:
+    for turn in range(5):
+        x = np.arange(turn, turn + count)
+        out = comm.allreduce(_Tensor(x, nbytes) if comm.rank == 0 else x)
+        assert np.array_equal(np.asarray(out), comm.size * x)
 
 
 @each_rank_of(3)
