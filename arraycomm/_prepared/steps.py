@@ -71,7 +71,9 @@ def step_of(runner: Runner, made: Operation, x: Any, result: Any) -> Step | None
     calls = set(map(found.call_digest, range(control.size)))
     if found.device_flags() != {ON_HOST} or len(calls) > 1:
         return None
-    plain = type(x) in _PLAIN and type(result) in _PLAIN
+    # A structure may be a record in the next call, of an equal dtype.
+    is_structure = getattr(getattr(x, "dtype", None), "names", None) is not None
+    plain = type(x) in _PLAIN and type(result) in _PLAIN and not is_structure
     source: BufferView | None = None if made.payload is None else getattr(made, "source", None)
     if source is not None and source.copied:
         # It would be copied in each call.

@@ -48,6 +48,17 @@ def test_records_outside_of_record_arrays(comm: Communicator) -> None:
     assert out.a.tolist() == [7]
 
 
+@pytest.mark.parametrize("first", [np.void, np.record])
+@each_rank_of("few")
+def test_repeated_records_come_back_as_such(comm: Communicator, first: type) -> None:
+    """Also if calls with plain structures were made before, whose dtypes are equal."""
+    plain, records = (np.zeros(2, np.dtype((kind, FIELDS))) for kind in (np.void, np.record))
+    turns = [plain] * 4 + [records] * 4
+    for x in turns if first is np.void else reversed(turns):
+        got = comm.allgather(x)
+        assert (type(got), got.dtype.type) == (np.ndarray, x.dtype.type)
+
+
 @pytest.mark.parametrize(
     "fields",
     [
