@@ -342,7 +342,7 @@ def compressed(dtype: DType, compression: str | None) -> DType:
 
 def settings_of(bucket_bytes: int, compression: str | None) -> Settings:
     """Return the settings, besides the tree, that decide how it is sent."""
-    return ("bucket_bytes", bucket_bytes), ("compression", compression)
+    return ("bucket_bytes", int(bucket_bytes)), ("compression", compression)
 
 
 def reduce_on_device(

@@ -248,7 +248,7 @@ class TreeLaws:
         last = max(counts.on(rank) for rank in range(comm.size))
         assert joined.synchronize(counts.on(comm.rank)) == last
 
-    @law(drawn=gradients(), bucket_bytes=st.integers(1, 1 << 17))
+    @law(drawn=gradients(), bucket_bytes=st.integers(1, 1 << 17).map(np.int64))
     def test_missing_gradients_count_as_zeros(
         self,
         comm: Communicator,
