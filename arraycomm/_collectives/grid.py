@@ -189,7 +189,7 @@ def _checked(dims: Any, periods: Any, size: int) -> Layout:
     if len(around) != len(wanted) or not all(isinstance(p, bool | np.bool_) for p in around):
         raise ValueError(f"periods must be a bool for each of {len(wanted)} dims; got {periods!r}")
     fixed = math.prod(n for n in wanted if n)
-    if min(wanted, default=0) < 0 or size % fixed or (fixed != size and 0 not in wanted):
+    if min(wanted, default=-1) < 0 or size % fixed or (fixed != size and 0 not in wanted):
         raise ValueError(f"dims must be numbers whose product is {size}, or 0; got {dims!r}")
     chosen = iter(_balanced(size // fixed, wanted.count(0)))
     return tuple(n or next(chosen) for n in wanted), tuple(map(bool, around))
