@@ -108,7 +108,7 @@ class Request(ProcessBound, Generic[T_co]):
         """
         group, task, engine = self._group, self._task, self._group.engine
         try:
-            timeout = _checked(timeout)
+            timeout = checked_timeout(timeout, or_zero=True)
             with engine.turn:
                 task.waited_for = True
                 if group.tracer is None or self._awaited:
@@ -195,7 +195,8 @@ def waitany(requests: Iterable[Request[T]], *, timeout: float | None = None) -> 
     Exception
         The error of the request that is finished.
     """
-    waited_for, timeout = _listed("waitany", requests), _checked(timeout)
+    waited_for = _listed("waitany", requests)
+    timeout = checked_timeout(timeout, or_zero=True)
     if not waited_for:
         raise ValueError("waitany: requests must be one at least; got none")
     deadline = None if timeout is None else clock.now() + timeout
@@ -228,11 +229,6 @@ def testall(requests: Iterable[Request[Any]]) -> bool:
 
 # pytest takes it for no test of the module that imports it.
 testall.__test__ = False  # type: ignore[attr-defined]
-
-
-def _checked(timeout: Any) -> float | None:
-    """Return the timeout of a wait, which may be 0 as well, or raise."""
-    return 0.0 if type(timeout) in (int, float) and timeout == 0 else checked_timeout(timeout)
 
 
 def _listed(name: str, requests: Iterable[Request[T]]) -> list[Request[T]]:

@@ -94,7 +94,7 @@ def test_call_waits_as_long_as_its_own_timeout_says(name) -> None:
 @each_rank_of(3)
 def test_timeout_holds_for_one_call_on_one_rank(comm: Communicator) -> None:
     impatient = comm.dup(timeout=0.4)
-    assert impatient.allreduce(1, timeout=None if comm.rank else 2) == comm.size
+    assert impatient.allreduce(1, timeout=None if comm.rank else np.int64(2)) == comm.size
     if comm.rank == 0:
         with pytest.raises(ac.CommTimeoutError, match=r"\(timeout 0\.4 s\)"):
             impatient.allreduce(1)

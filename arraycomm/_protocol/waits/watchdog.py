@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Container, Sequence
 from math import inf
+from numbers import Real
 from typing import Any, Final, ParamSpec, TypeVar
 
 from arraycomm._callsite import call_site
@@ -36,15 +37,16 @@ _TOGETHER: Final = 10.0
 _OWN_TIMEOUT: Final = 2.0
 
 
-def checked_timeout(timeout: Any) -> float | None:
+def checked_timeout(timeout: Any, *, or_zero: bool = False) -> float | None:
     """Return a number of seconds as it may be waited for, or None, which is for ever; or raise."""
     if timeout is None:
         return None
-    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
+    if isinstance(timeout, bool) or not isinstance(timeout, Real):
         raise TypeError(f"timeout must be a number of seconds or None; got {timeout!r}")
-    if not timeout > 0:
+    seconds = float(timeout)
+    if not (seconds > 0 or (or_zero and seconds == 0)):
         raise ValueError(f"timeout must be positive, or None; got {timeout!r}")
-    return float(timeout)
+    return seconds
 
 
 class Watchdog:
