@@ -7,6 +7,7 @@ other rank does. If anything is unusual, or late, the rest of a full call goes o
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from time import perf_counter
 from typing import Any, Final, Protocol
 
@@ -23,7 +24,7 @@ from arraycomm._protocol.agreement import UndeliveredError
 from arraycomm._protocol.group import Group
 from arraycomm._protocol.waits.deadlock import MANY, Wait
 from arraycomm._protocol.waits.waiting import give_up_core
-from arraycomm._transports.base import Bytes, Repeated, Steps
+from arraycomm._transports.base import Bytes, Handle, Repeated, Steps
 
 # How often a message is looked for in vain, for each poll of a wait that keeps its core, before the
 # engine waits for it.
@@ -71,7 +72,7 @@ class Rest(Protocol):
         """Read a message whose envelope has come."""
 
 
-def beside(sending: Steps, receiving: Steps, wait: MessageWait, dest: int) -> Steps:
+def beside(sending: Iterable[Handle], receiving: Steps, wait: MessageWait, dest: int) -> Steps:
     """Wait for what is received, then for what is sent; only then raise an error of the first."""
     result, undelivered = None, list[UndeliveredError]()
     try:

@@ -10,7 +10,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import count
 from typing import Any, Final, NamedTuple, cast
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -113,7 +115,8 @@ class Messenger:
         self._statistics, self._fast_paths = runner.statistics, runner.fast_paths
         self._host = HostPlacement(group)
         self._matcher = Matcher(group.transport)
-        self._pieces = 0
+        # The numbers of further pieces: of the last ones, and of messages under way.
+        self._pieces, self._under_way = count(1), WeakValueDictionary[int, Handle]()
         # When `iprobe` last asked ranks where they are, or began to find nothing, and first saw
         # that all of some had left.
         self._asked: float | None = None
@@ -412,7 +415,7 @@ class Messenger:
         self._group.unmatched += 1
         sent = self._begin(outgoing, dest, wait.tag)
         receiving = self._recv_here(wait, like, out, status)
-        result = yield from beside(_each(sent), receiving, wait, dest)
+        result = yield from beside(sent, receiving, wait, dest)
         return result
 
     # The fast paths, and what goes on with their messages
@@ -558,9 +561,10 @@ class Messenger:
         if data is None:
             return [transport.send(envelope, dest, tag)]
         # A number for the further pieces, which no message under way has.
-        self._pieces = pieces = (self._pieces + 1) % (TAGS - 1)
+        numbers = (number % (TAGS - 1) for number in self._pieces)
+        pieces = next(number for number in numbers if number not in self._under_way)
         envelopes.set_pieces(envelope, pieces)
-        begun = transport.send(envelope, dest, tag)
+        self._under_way[pieces] = begun = transport.send(envelope, dest, tag)
         return [*(transport.send(piece, dest, TAGS + pieces) for piece in cut(data)), begun]
 
     def _send(self, outgoing: Outgoing, dest: int, tag: int) -> Steps:
@@ -694,10 +698,6 @@ class Messenger:
             raise
         except Exception as error:
             raise UndeliveredError(error) from error
-
-
-def _each(handles: list[Handle]) -> Steps:
-    yield from handles
 
 
 def _may_change(data: Bytes, out: Any) -> bool:

@@ -17,7 +17,7 @@ import pytest
 
 import arraycomm as ac
 from arraycomm._communicator import Communicator
-from arraycomm._messages import envelopes
+from arraycomm._messages import envelopes, messages
 from arraycomm._transports.threads import SelfTransport
 from arraycomm.testing import run
 from tests.support import internals
@@ -434,6 +434,28 @@ def test_message_that_nobody_receives_never_reaches_another_communicator(on_rank
         on_ranks(3, check)
     said = [str(warning.message) for warning in caught if warning.category is RuntimeWarning]
     assert said == frees * ["free: 1 of the messages that were sent have never been received"]
+
+
+@alone
+def test_long_message_keeps_its_number_while_it_is_under_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However many others go meanwhile: numbers begin anew."""
+    monkeypatch.setattr(messages, "TAGS", 8)
+
+    def rank(comm: Communicator) -> None:
+        x = [_numbered(LONG, tag) for tag in range(3)]
+        if comm.rank == 0:
+            sent = [comm.isend(x[tag], 1, tag) for tag in (1, 2)]
+            for tag in [0] * 20:
+                comm.send(x[tag], 1, tag)
+            sent.append(comm.isend(x[0], 1, 3))
+            ac.waitall(sent)
+        else:
+            for tag in [*[0] * 20, 3, 2, 1]:
+                np.testing.assert_array_equal(comm.recv(0, tag), x[tag % 3])
+
+    run(2, rank)
 
 
 @each_rank_of(2)
