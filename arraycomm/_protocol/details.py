@@ -11,7 +11,7 @@ import json
 import operator
 from collections.abc import Generator
 from dataclasses import dataclass, fields
-from threading import Lock
+from threading import RLock
 from typing import Any, Final, Self
 
 import numpy as np
@@ -39,7 +39,7 @@ _LONG: Final = 10_000
 # The types of fields that JSON has; its other values are made into what a class has by its `read`.
 _TYPES: Final = {"str": str, "int": int, "bool": bool}
 
-_parsing = Lock()
+_parsing = RLock()
 
 
 @dataclass(frozen=True, slots=True)

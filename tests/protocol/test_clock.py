@@ -80,3 +80,20 @@ def test_job_may_be_stopped_for_longer_than_the_timeout(suspended, wait) -> None
         wait(part)
 
     run(2, job)
+
+
+def test_a_handler_may_wait_that_a_signal_calls_while_the_clock_is_looked_at(monkeypatch) -> None:
+    clock, usual, looks = WaitClock(), time.monotonic, list[float]()
+
+    def interrupted() -> float:
+        if not looks:
+            looks.append(0.0)
+            looks.append(clock.now())
+        return usual()
+
+    monkeypatch.setattr(time, "monotonic", interrupted)
+    looking = threading.Thread(target=clock.now, daemon=True)
+    looking.start()
+    looking.join(5)
+    assert len(looks) == 2
+    assert clock.now() >= looks[1]

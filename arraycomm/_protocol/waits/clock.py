@@ -28,7 +28,8 @@ class WaitClock:
     def begin_anew(self) -> None:
         """Start now, with nothing missed; in a forked child too, where no thread frees the lock."""
         self._missed, self._last = 0.0, time.monotonic()
-        self._lock = threading.Lock()
+        # A signal's handler may wait as well.
+        self._lock = threading.RLock()
 
     def now(self) -> float:
         """Return the seconds so far; this is a look."""
