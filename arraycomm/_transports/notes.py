@@ -29,16 +29,15 @@ WELL: Final = (FINISHED, ENDED, FINALIZED)
 
 
 _STRONGLY_ORDERED: Final = platform.machine().lower() in ("x86_64", "amd64", "i386", "i686")
-_fence_lock = threading.Lock()
 
 
 def fence() -> None:
     """Order what comes before and after in memory, on processors that would reorder it."""
     # What comes before and after may move into the use of a lock, but not past the end of one and
-    # the beginning of another.
-    for _ in range(0 if _STRONGLY_ORDERED else 2):
-        _fence_lock.acquire()
-        _fence_lock.release()
+    # the beginning of another. Nobody else waits for it: an interrupt may leave it taken.
+    for lock in () if _STRONGLY_ORDERED else [threading.Lock()] * 2:
+        with lock:
+            pass
 
 
 class ExitNotice(NamedTuple):

@@ -6,8 +6,10 @@ import itertools
 import re
 import shutil
 import subprocess
+from _thread import allocate_lock
+from contextlib import nullcontext
+from functools import partial
 from tempfile import NamedTemporaryFile
-from types import SimpleNamespace
 
 import pytest
 
@@ -48,10 +50,30 @@ def test_lock_taken_twice_orders_memory_on_arm_and_taken_once_does_not(
         assert ever_seen_early(stores, loads, free=0) == "Never"
 
 
+class Taken:
+    """A lock behind whose taking an interrupt may come."""
+
+    def __init__(self, done: list[str], *, interrupts: bool) -> None:
+        self._done, self._lock, self._interrupts = done, allocate_lock(), interrupts
+
+    def __enter__(self) -> None:
+        assert self._lock.acquire(timeout=5)
+        self._done.append("take")
+        if self._interrupts:
+            raise KeyboardInterrupt
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+        self._done.append("give")
+
+
 def test_fence_takes_a_lock_twice_where_memory_may_be_reordered(monkeypatch) -> None:
+    """One that nobody waits for if an interrupt has left it taken."""
     done: list[str] = []
-    lock = SimpleNamespace(acquire=lambda: done.append("take"), release=lambda: done.append("give"))
     monkeypatch.setattr(notes, "_STRONGLY_ORDERED", False)
-    monkeypatch.setattr(notes, "_fence_lock", lock)
-    notes.fence()
-    assert done == ["take", "give"] * 2
+    for interrupts in (True, False):
+        made = partial(Taken, done, interrupts=interrupts)
+        monkeypatch.setattr(notes.threading, "Lock", made)
+        with pytest.raises(KeyboardInterrupt) if interrupts else nullcontext():
+            notes.fence()
+    assert done == ["take"] + ["take", "give"] * 2
