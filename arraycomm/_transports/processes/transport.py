@@ -131,7 +131,7 @@ class ProcessesTransport(PartsTransport):
         return made
 
     def _exchanged(self, mine: bytes) -> list[bytes]:
-        """Return what every rank passes, all of one length; wait without watching the peers."""
+        """Return what every rank passes, all of one length; raise if one is gone that has not."""
         rows = np.zeros((self.size, len(mine)), np.uint8)
         rows[self.rank] = np.frombuffer(mine, np.uint8)
         lengths = [len(mine)] * self.size
@@ -139,8 +139,9 @@ class ProcessesTransport(PartsTransport):
         handle = self.allgather(Blocks(rows.reshape(-1), lengths, offsets))
         while not handle.done():
             os.sched_yield()
-            if dead := self.failed():
-                raise TransportError(f"rank {dead[0]} has died while a new group was made")
+            gone = self.failed() or [*self.control.notes.exit_notices()]
+            if gone and not handle.done():
+                raise TransportError(f"rank {gone[0]} has left while a new group was made")
         return [row.tobytes() for row in rows]
 
     def free(self) -> None:
