@@ -66,6 +66,23 @@ def wait_for_ends(
         time.sleep(_NAP)
 
 
+class Between:
+    """Equals what was registered with atexit from one of two functions to the other."""
+
+    def __init__(self, *ends: Callable[[], None]) -> None:
+        self._ends, self._inside = ends, False
+
+    def __eq__(self, registered: object) -> bool:
+        at_end, inside = registered in self._ends, self._inside
+        self._inside = inside is not at_end
+        return inside or at_end
+
+    def __call__(self) -> None:
+        """Do nothing: atexit takes functions."""
+
+    __hash__ = object.__hash__
+
+
 def _say_who_died(seen: list[_Ends]) -> bool:
     missed = [end for end in seen if end.died and end.group.closed is None]
     for end in missed:

@@ -21,7 +21,7 @@ from arraycomm import _launch
 from arraycomm._callsite import trim
 from arraycomm._errors import CommunicatorClosedError, MismatchError, PeerError
 from arraycomm._exit import process_watch
-from arraycomm._exit.ending import wait_for_ends
+from arraycomm._exit.ending import Between, wait_for_ends
 from arraycomm._native import compiled
 from arraycomm._protocol.agreement import leave_in_step
 from arraycomm._protocol.engine import Engine
@@ -450,10 +450,13 @@ def _leave_without_mpi(least: int) -> None:
 
 
 def _do_the_rest() -> None:
-    """Do what Python does at its end, if a process leaves before: atexit's calls, open files."""
-    atexit.unregister(_at_exit)
+    """Do what Python does at its end, if a process leaves before: atexit's calls, open files.
+
+    What was registered with atexit since `_at_exit`, Python has called before.
+    """
+    atexit.register(_do_the_rest)
+    atexit.unregister(Between(_at_exit, _do_the_rest))
     with suppress(BaseException):
-        # Those that were registered before this module's.
         atexit._run_exitfuncs()
     _flush()
 

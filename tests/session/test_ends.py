@@ -47,13 +47,16 @@ import atexit, os, pathlib, tempfile
 folder = tempfile.TemporaryDirectory(dir={place!r})
 place = pathlib.Path({place!r})
 me = os.getpid()
-atexit.register(lambda: (place / f"registered-{{me}}").write_text("before init"))
+def add(name):
+    with (place / f"{{name}}-{{me}}").open("a") as file: file.write("once")
+atexit.register(add, "registered")
 {imports}
 # Ranks whose start takes longer than the limit of `init` would be ended.
 (folder_of_all := pathlib.Path({place!r}) / "starts").mkdir(exist_ok=True)
 (folder_of_all / str(me)).touch()
 while len(list(folder_of_all.iterdir())) < 3: time.sleep(0.01)
 comm = ac.init(timeout=4)
+atexit.register(add, "later")
 left_open = (place / f"open-{{comm.rank}}").open("w")
 left_open.write("not flushed")
 both = open(place / f"binary-{{comm.rank}}", "wb")
@@ -116,9 +119,10 @@ class TestEnds:
         done = launch(SAVES.format(place=str(tmp_path), ends=ends, imports=imports), ranks=3)
         assert done.returncode in statuses, done.stdout + done.stderr
         found = sorted(path.name.partition("-")[0] for path in tmp_path.iterdir())
-        assert found == ["binary"] * 3 + ["checkpoint"] + ["open"] * 3 + ["registered"] * 3 + [
-            "starts"
-        ]
+        kinds = {"binary": 3, "checkpoint": 1, "later": 3, "open": 3, "registered": 3, "starts": 1}
+        assert found == [name for name, count in kinds.items() for _ in range(count)]
+        for name in ("later", "registered"):
+            assert {path.read_text() for path in tmp_path.glob(f"{name}-*")} == {"once"}
         assert all(path.read_text() == "not flushed" for path in tmp_path.glob("open-*"))
         assert all(path.read_text() == "nor this" for path in tmp_path.glob("binary-*"))
 
