@@ -21,6 +21,8 @@ BACKENDS: Final = ("auto", "self", "mpi", "nccl", "processes", "threads")
 _YES: Final = ("1", "true", "yes", "on")
 _NO: Final = ("0", "false", "no", "off")
 _DEFAULT: Final = 1800.0
+# The most characters of an error that others are told, so that it fits into a line of `joining`.
+_TOLD: Final = 16 << 10
 
 
 class Default:
@@ -160,7 +162,8 @@ def agree(
     try:
         found = check()
     except Exception as error:
-        tell("arguments", json.dumps([text_of(error), describe_raise(error)]))
+        texts = [text[:_TOLD] for text in (text_of(error), describe_raise(error))]
+        tell("arguments", json.dumps(texts))
         raise
     said = [json.loads(text) for text in tell("arguments", "[]")]
     if any(said):

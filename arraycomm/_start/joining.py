@@ -41,7 +41,7 @@ DEFAULT_LIMIT: Final = 60.0
 _JOBS: Final = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID", "COBALT_JOBID")
 _PROTOCOL: Final = 4
 # The bytes of the longest line, and the seconds in which a line can be sent.
-LONGEST: Final = 1 << 16
+LONGEST: Final = 1 << 20
 _SENDING: Final = struct.pack("ll", 2, 0)
 # Seconds for which those who come later still hear what is wrong.
 GRACE: Final = 3.0

@@ -34,7 +34,6 @@ _LONGEST: Final = 512
 # message that has been sent is there.
 _SAYING: Final = 2.0
 _SHOWING: Final = 0.1
-_DEFAULT: Final = 1800.0
 
 
 # MPI's own beginning
@@ -216,8 +215,8 @@ class _Meeting:
         if not message:
             return None
         text = bytearray(_LONGEST)
-        message.Recv([text, _byte()])
-        return status.Get_source(), bytes(text[: status.Get_count(_byte())])
+        message.Recv([text, MPI.BYTE])
+        return status.Get_source(), bytes(text[: status.Get_count(MPI.BYTE)])
 
     def _timed_out(self, missing: str) -> CommTimeoutError:
         return CommTimeoutError(
@@ -314,14 +313,10 @@ _POSTED: Final[list[tuple[Any, bytes]]] = []
 
 
 def _post(comm: Any, text: bytes, rank: int, tag: int) -> None:
-    _POSTED.append((comm.Isend([text, len(text), _byte()], rank, tag), text))
-    _POSTED[:] = [posted for posted in _POSTED if not posted[0].Test()]
-
-
-def _byte() -> Any:
     from mpi4py import MPI
 
-    return MPI.BYTE
+    _POSTED.append((comm.Isend([text, len(text), MPI.BYTE], rank, tag), text))
+    _POSTED[:] = [posted for posted in _POSTED if not posted[0].Test()]
 
 
 def _have(ranks: Collection[int]) -> str:

@@ -48,3 +48,11 @@ def test_abort_ends_all_of_them() -> None:
     job, statuses = start_numbered(2, "-c", ABORTS)
     assert statuses == [-signal.SIGTERM, 3], job.stdout
     assert job.stdout == "last words"
+
+
+def test_error_with_a_long_text_is_told_to_the_other_processes() -> None:
+    wrong = "['cpu' * 30_000] if os.environ['ARRAYCOMM_PROCESS_ID'] == '0' else None"
+    job, statuses = start_numbered(2, "-c", f"import os, arraycomm as ac; ac.init(device={wrong})")
+    assert statuses == [1, 1]
+    assert "PeerError: init: rank 0 raised" in job.stdout
+    assert job.stdout.count("ValueError: init: a list of devices") == 2
