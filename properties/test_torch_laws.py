@@ -564,7 +564,9 @@ def test_drawn_loops_give_what_one_process_gives(case: Case, size: int) -> None:
 
 # Ranks that run out of data, and errors ---------------------------------------------------------
 
-HOWS: Final = ("backward", "parts", "in step", "fails in backward", "fails in step")
+HOWS: Final = ("backward", "parts", "in step", "idle", "fails in backward", "fails in step")
+# With gradients that are reduced before the step, so that the program can clip them.
+CLIPPING: Final = ("backward", "parts", "fails in backward", "fails in step")
 
 
 class Share(NamedTuple):
@@ -591,6 +593,8 @@ def fail(optimizer: Any, parameters: list[Any], rank: int, how: str) -> None:
 
 def take_joined(optimizer: Any, parameters: list[Any], rank: int, step: int, share: Share) -> None:
     fail(optimizer, parameters, rank, share.how)
+    if share.how == "idle":
+        return
     # What these steps consist of is not told to the others.
     whole = share.how not in ("parts", "in step")
     with nullcontext() if whole else no_sync(optimizer):
@@ -611,11 +615,12 @@ def take_joined(optimizer: Any, parameters: list[Any], rank: int, step: int, sha
     kind=st.sampled_from(("momentum", "adamw")),
     op=st.sampled_from(("sum", "mean")),
     shard=st.booleans(),
+    how=st.sampled_from(CHANGES),
     after=st.sampled_from(("backward", "by hand")),
     first=st.sampled_from((2, 3)),
 )
 def test_inside_join_ranks_take_the_steps_of_the_others(
-    shares, kind, op, shard, after, first
+    shares, kind, op, shard, how, after, first
 ) -> None:
     """Each counts by its weight, and who has no data, or has failed before it told the others, none."""
 
@@ -630,6 +635,8 @@ def test_inside_join_ranks_take_the_steps_of_the_others(
             for step, share in enumerate(shares[comm.rank]):
                 joined.weight = share.weight
                 take_joined(optimizer, parameters, comm.rank, step, share)
+                if share.how in CLIPPING:
+                    change(how, parameters)
                 optimizer.step()
                 schedule.step()
         optimizer.zero_grad()
@@ -651,10 +658,17 @@ def test_inside_join_ranks_take_the_steps_of_the_others(
         last = step == max(map(len, rows))
         factors = weights if op == "mean" else [weight > 0 for weight in weights]
         optimizer.zero_grad()
+        hows = ["" if last or step >= len(row) else row[step].how for row in shares]
         losses = [loss_of(parameters, rank, 8 if last else step) for rank in range(size)]
-        total = sum(loss * factor for loss, factor in zip(losses, factors, strict=True))
+        total = sum(
+            loss * factor * (each != "idle")
+            for loss, factor, each in zip(losses, factors, hows, strict=True)
+        )
         if sum(weights):
-            (total / (sum(weights) if op == "mean" else 1)).backward()
+            if {*hows} - {"idle", ""} or last:
+                (total / (sum(weights) if op == "mean" else 1)).backward()
+            if {*hows} & {*CLIPPING}:
+                change(how, parameters)
             optimizer.step()
         schedule.step()
     results = run(size, train)

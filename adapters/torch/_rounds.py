@@ -172,11 +172,14 @@ class JoinedSteps:
 
     def step(self) -> bool:
         """Give a step's gradients to ranks without data; return whether the step can be taken."""
-        if not self._has_reduced:
+        idle = not self._has_reduced
+        if idle:
             self.reduce()
         grads = self._parameters.grads
         replaced = digest(grads) if self._parameters.shown_in_step()["replaced"] else None
-        complete = self._gradients.hand_over(grads, replaced)
+        complete, given = self._gradients.hand_over(grads, replaced, idle=idle)
+        if given is not None:
+            self._parameters.replace(given)
         self._has_reduced = False
         self._parameters.forget_reduced()
         return bool(complete)

@@ -25,7 +25,7 @@ from arraycomm._training.rounds import Rounds
 from arraycomm._training.shards import Shards
 from arraycomm._training.sums import Sums
 from arraycomm._training.virtual import VirtualRanks
-from arraycomm._training.weighted import Block, HandOver, WeightedGradients
+from arraycomm._training.weighted import IDLE, Block, HandOver, WeightedGradients
 from arraycomm._trees.fusion import TreeMemory
 from arraycomm._trees.pytrees import flatten
 from arraycomm._trees.reduce import AllreduceGradients, prototypes
@@ -228,15 +228,16 @@ class Gradients:
         """Reduce the gradients of a backward pass inside `join`, by weight."""
         return self._call_in_join(JoinedReduction, tree, None)[0]
 
-    def hand_over(self, tree: Any, replaced: int | None) -> bool:
+    def hand_over(self, tree: Any, replaced: int | None, *, idle: bool) -> tuple[bool, Any]:
         """Give a step's gradients inside `join` to ranks without data; return whether it counts.
 
-        `replaced` is a digest of gradients that were replaced after they had been reduced.
+        `replaced` is a digest of gradients that were replaced after they had been reduced. A rank
+        that was `idle`, without a backward pass, takes those of one that was not, which come too.
         """
-        _, total = self._call_in_join(HandedStep, tree, replaced, self.look)
+        given, total = self._call_in_join(HandedStep, tree, replaced, idle, self.look)
         if self.rounds is not None:
             self.rounds.note_others(others=False)
-        return bool(total)
+        return bool(total), given
 
     def _call_in_join(self, operation: OperationClass[...], *arguments: Any) -> tuple[Any, float]:
         """Return what an operation inside `join` returns, and the sum of the ranks' weights."""
@@ -366,10 +367,12 @@ class HandedStep(HandOver):
         gradients: Gradients,
         tree: Any,
         replaced: int | None,
+        idle: bool,
         look: Shows,
     ) -> None:
         number = _number_in_join(gradients)
-        further = (("replaced", replaced), *_others(gradients), *_taken(gradients))
+        shown = IDLE if idle else ("replaced", replaced)
+        further = (shown, *_others(gradients), *_taken(gradients))
         options = {**gradients.options, "compression": None, "optimizer": number}
         super().__init__(context, block, memory, tree, "sum", **options, further=further, look=look)
 

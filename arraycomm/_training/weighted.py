@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -166,8 +167,15 @@ class WeightedGradients(Operation):
         )
 
 
+# Among the settings of a rank that had no backward pass in a step, and so no gradients to clip.
+IDLE: Final = ("replaced", "no backward pass")
+
+
 class HandOver(WeightedGradients):
-    """The gradients of a step, which all ranks with data have, given to those without."""
+    """The gradients of a step, given to ranks that have no data, or had no backward pass in it.
+
+    The result are the gradients that this rank has to take, None if it has its own.
+    """
 
     def factor_of(self, weight: float) -> float:
         return 1.0
@@ -176,20 +184,37 @@ class HandOver(WeightedGradients):
         yield from compare(self.group, agreement, self._look)
         weights, calls = weights_of(agreement), agreement.calls
         self._block.stepped(weights)
-        if calls is None or len(live := active(calls)) == len(calls):
+        self._reduced = None
+        if calls is None:
             return
+        live, giving = _giving(active(calls))
         agreed, views = agreed_leaves(live), self._leaves.views
         # The others add zeros.
-        sources = views if calls.index(live[0]) == self.group.rank else [None] * len(views)
-        yield from _reduce_weighted(self._memory, agreed, sources, weights, "sum", None)
+        sources = views if calls.index(giving) == self.group.rank else [None] * len(views)
+        reducing = _reduce_weighted(self._memory, agreed, sources, weights, "sum", None)
+        self._reduced = yield from reducing
 
-    def result(self, agreement: Agreement) -> None:
-        return None
+    def result(self, agreement: Agreement) -> Any:
+        if self._reduced is None or IDLE not in self.signature.settings:
+            return None
+        return super().result(agreement)
+
+
+def _giving(live: Sequence[CallDetail]) -> tuple[list[CallDetail], CallDetail]:
+    """Return the calls as if no rank were idle, and that of the rank whose gradients all take."""
+    giving = next((call for call in live if IDLE not in call.settings), live[0])
+    replaced = dict(giving.settings).get(IDLE[0])
+    settings = [
+        tuple((IDLE[0], replaced) if each == IDLE else each for each in call.settings)
+        for call in live
+    ]
+    return [replace(call, settings=s) for call, s in zip(live, settings, strict=True)], giving
 
 
 def shadow_gradients(memory: TreeMemory, agreement: Agreement, live: Sequence[CallDetail]) -> Steps:
     """Take part in other ranks' reduction without gradients of one's own; return a `ShadowStep`."""
     yield from compare(memory.group, agreement, None)
+    live, _ = _giving(live)
     agreed, settings = agreed_leaves(live), dict(live[0].settings)
     op = "mean" if "mean" in live[0].head else "sum"
     weights = weights_of(agreement)
