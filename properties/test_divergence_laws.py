@@ -43,7 +43,7 @@ def torch_loop(comm: ac.Communicator, every: int) -> Loop:
     model = torch.nn.ParameterList(map(torch.from_numpy, leaves()))
     parameters = list(model)
     model.register_buffer("average", torch.zeros(4))
-    plain = torch.optim.Adam(parameters, lr=0.01)
+    plain = torch.optim.Adam(parameters, lr=np.float32(0.01))
     optimizer = ac.DistributedOptimizer(plain, comm=comm, verify_every=every, module=model)
 
     def step() -> None:

@@ -67,8 +67,9 @@ class StepInputs:
             for key, value in group.items()
         ]
         held = [value for value in values if plain(value)]
-        # A tensor may have another value, and a list other elements, and be the same object.
-        may_change = any(isinstance(value, torch.Tensor | list) for value in values)
+        # A tensor may have another value, and a list other elements, and be the same object; a
+        # number of NumPy is not held.
+        may_change = any(isinstance(value, list) or hasattr(value, "item") for value in values)
         if may_change or self._held != held:
             self._held, self._hyperparameters = held, list(_values(_hyperparameters(optimizer)))
         counts = list(_values(self._counts()))
