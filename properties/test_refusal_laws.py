@@ -172,14 +172,17 @@ WRONG: dict[str, list[Wrong]] = {
         Wrong(ValueError, "op must be", lambda c: joined(c, "max")),
         Wrong(ValueError, "op must be one of", lambda c: joined(c, "avg", tree=[])),
         Wrong(ValueError, "compression must be", lambda c: joined(c, compression="float8")),
-        Wrong(ValueError, "weight must be", lambda c: joined(c, weight=-1)),
+        *(
+            Wrong(ValueError, "weight must be", lambda c, w=weight: joined(c, weight=w))
+            for weight in (-1, 1e39, 1e-46)
+        ),
         Wrong(TypeError, "weight must be", lambda c: joined(c, weight="1")),
         Wrong(TypeError, "tree must be an array", lambda c: joined(c, tree="text")),
     ],
     "mean_metrics": [
         Wrong(kind, "weight must be", lambda c, w=weight: ac.mean_metrics(1.0, w, comm=c))
         for kind, weights in {
-            ValueError: (-1, np.nan, np.inf),
+            ValueError: (-1, np.nan, np.inf, 1e308, 5e-324),
             TypeError: ("3", None, 1j, np.ones(1)),
         }.items()
         for weight in weights

@@ -69,8 +69,11 @@ class Block:
 # Weights, and how headers carry them
 
 
-def check_weight(weight: Any) -> float:
-    """Return a weight as a float; raise unless it is a number, finite and not negative."""
+def check_weight(weight: Any, most: float = 2.0**200) -> float:
+    """Return a weight as a float; raise unless it is a number, finite and not negative.
+
+    Products and sums of weights beyond `most`, or below its reciprocal, would not be exact enough.
+    """
     try:
         if isinstance(weight, str | bytes) or np.ndim(weight):
             raise TypeError(f"a {type(weight).__name__} is no number")
@@ -83,6 +86,11 @@ def check_weight(weight: Any) -> float:
         raise ValueError(
             f"weight must be finite and not negative; got {number}; "
             "a rank that has nothing passes 0"
+        )
+    if number and not 1 / most <= number <= most:
+        raise ValueError(
+            f"weight must be 0, or from {1 / most:.0e} to {most:.0e}; got {number}; multiply those "
+            "of all ranks by one number"
         )
     return number
 
@@ -228,7 +236,8 @@ def shadow_gradients(memory: TreeMemory, agreement: Agreement, live: Sequence[Ca
 
 def _checked_weight(weight: Any) -> float:
     try:
-        return check_weight(weight)
+        # Products of float32, in which gradients of 16 bits are added up too.
+        return check_weight(weight, 2.0**64)
     except (TypeError, ValueError) as error:
         raise type(error)(f"join: {error}") from error
 
