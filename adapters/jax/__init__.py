@@ -146,9 +146,16 @@ class _ReducedUpdates:
         gradient = jax.tree.unflatten(structure, reduced[:split])
         if not counts:
             return jax.tree.map(jnp.zeros_like, gradient), state
-        pooled = further.pooled(reduced[split:])
-        updated: tuple[Any, Any] = self._inner.update(gradient, state, params, **pooled)
-        _check_shapes(gradient, updated[0])
+        return self._updated(gradient, state, params, further.pooled(reduced[split:]))
+
+    def _updated(self, gradient: Any, state: Any, params: Any, pooled: Any) -> tuple[Any, Any]:
+        try:
+            updated: tuple[Any, Any] = self._inner.update(gradient, state, params, **pooled)
+            _check_shapes(gradient, updated[0])
+        except Exception:
+            # Maybe on this rank alone, which then has not taken a step that others took.
+            self._gradients.verification.hasten()
+            raise
         return updated
 
     def update_compressed(
@@ -169,9 +176,7 @@ class _ReducedUpdates:
         with announcing():
             received = gradients.received(reduced, leaves, paths)
         gradient = jax.tree.unflatten(structure, received)
-        updated: tuple[Any, Any] = self._inner.update(gradient, state, params, **pooled)
-        _check_shapes(updates, updated[0])
-        return updated
+        return self._updated(gradient, state, params, pooled)
 
     def _further(self, extra: dict[str, Any]) -> Extra:
         return Extra(extra if self._takes_extra else {}, self._gradients)

@@ -183,9 +183,6 @@ class Shards:
         self._key: Any = None
         self._messages: list[Message] = []
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Shards:
-        return self
-
     def divide(
         self, specs: Iterable[Spec], known: Mapping[int, int] | None = None
     ) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -176,6 +177,20 @@ def test_what_looks_at_single_examples_is_refused_inside_and_right_before(
             step(ac.DistributedOptimizer(inside, comm=comm), own)
     right = optax.chain(private(), ac.DistributedOptimizer(optax.sgd(1.0), comm=comm))
     np.testing.assert_allclose(step(right, own), expected, rtol=1e-5)
+
+
+@each_rank_of(2)
+def test_ranks_compare_soon_after_an_update_that_has_raised_on_one(comm: ac.Communicator) -> None:
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        return [[-update for update in updates]][comm.rank * (made == [3])], state
+
+    plain = optax.GradientTransformation(lambda _: optax.EmptyState(), update)
+    optimizer, params, made = ac.DistributedOptimizer(plain, comm=comm), [jnp.zeros(1)], [0]
+    with pytest.raises(ac.MismatchError, match=r"params\[0\] is not .* rank 0: -5.0 .* rank 1: -4.0"):
+        for made[0] in range(8):
+            with suppress(IndexError):
+                updates, _ = optimizer.update([jnp.ones(1)], optax.EmptyState(), params)
+                params = optax.apply_updates(params, updates)
 
 
 @each_rank_of(2)
