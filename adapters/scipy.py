@@ -350,7 +350,7 @@ class _Team:
         if takes_result and "fun" in result:
             callback(intermediate_result=result)
             return False
-        if self._method == "trust-constr":
+        if str(self._method).lower() == "trust-constr":
             return bool(callback(result.x, result))
         callback(result.x)
         return False

@@ -133,8 +133,14 @@ def test_callbacks_are_called_on_all_ranks_and_may_communicate(comm: Communicato
     def by_point(x: Any) -> None:
         seen.append(x)
 
-    def run(callback: Any) -> Any:
-        return minimize(part.value, np.zeros(9), jac=part.gradient, callback=callback, comm=comm)
+    def by_state(x: Any, state: Any) -> bool:
+        return state.nit == 2
+
+    def run(callback: Any, method: Any = None) -> Any:
+        options = {"method": method, "jac": part.gradient, "callback": callback, "comm": comm}
+        return minimize(part.value, np.zeros(9), **options)
+
+    assert run(by_state, "Trust-Constr").nit == 2
 
     assert run(by_result).nit == len(seen) == 3
     assert seen == sorted(seen, reverse=True)
