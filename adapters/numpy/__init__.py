@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, Final, NamedTuple, NoReturn
 
 from arraycomm import DistributedOptimizer, synchronize
+from arraycomm._calls.arguments import check_root
 from arraycomm._training.comparison.verification import Inputs
 from arraycomm.adapters.numpy._inputs import StepInputs, signature_of
 from arraycomm.adapters.numpy._optimizers import SGD, Adam, Momentum
@@ -270,7 +271,8 @@ def gather_state(optimizer: Any, *, root: int = 0) -> dict[str, Any] | None:
     """
     inner, gradients, sharding = _parts("gather_state", optimizer)
     if sharding is None:
-        return state_of(inner) if gradients.comm.rank == root else None
+        here = gradients.comm.rank == check_root(root, gradients.comm.size)
+        return state_of(inner) if here else None
     whole: dict[str, Any] | None = sharding.gather(inner, root)
     return whole
 

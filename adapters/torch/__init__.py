@@ -12,6 +12,7 @@ from typing import Any, Final
 import torch
 
 from arraycomm import DistributedOptimizer, synchronize
+from arraycomm._calls.arguments import check_root
 from arraycomm._entries import opaque
 from arraycomm.adapters.torch._backward import calls_under_way
 from arraycomm.adapters.torch._batchnorm import SyncBatchNorm, convert_sync_batchnorm
@@ -276,7 +277,8 @@ class _Steps:
         if self.sharding is not None:
             self.look()
             return self.sharding.gather(optimizer, root)
-        return optimizer.state_dict() if self._gradients.comm.rank == root else None
+        comm = self._gradients.comm
+        return optimizer.state_dict() if comm.rank == check_root(root, comm.size) else None
 
     def before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -207,6 +207,9 @@ def test_state_that_is_not_whole_is_refused(comm: Any, torch: Any) -> None:
         pickle.dumps(optimizer)
     with pytest.raises(ValueError, match="gather_state: this optimizer is not distributed"):
         gather_state(torch.optim.SGD(parameters(torch)))
+    for sharded in (optimizer, tiny(torch, parameters(torch), comm)):
+        with pytest.raises(ValueError, match="root must be a rank of the communicator"):
+            gather_state(sharded, root=2)
 
 
 @each_rank_of(2)
