@@ -67,8 +67,7 @@ class StepInputs:
             for key, value in group.items()
         ]
         held = [value for value in values if plain(value)]
-        # A tensor may have another value, and a list other elements, and be the same object; a
-        # number of NumPy is not held.
+        # Tensors and lists may change and be the same object; numbers of NumPy are not held.
         may_change = any(isinstance(value, list) or hasattr(value, "item") for value in values)
         if may_change or self._held != held:
             self._held, self._hyperparameters = held, list(_values(_hyperparameters(optimizer)))

@@ -14,6 +14,7 @@ import torch
 
 import arraycomm as ac
 from arraycomm._training.rounds import Part
+from arraycomm._training.weighted import IDLE
 from arraycomm.adapters.torch._backward import Backward
 from arraycomm.adapters.torch._buckets import Buckets
 from arraycomm.adapters.torch._checks import compare, digest, judge_stale
@@ -172,12 +173,13 @@ class JoinedSteps:
 
     def step(self) -> bool:
         """Give a step's gradients to ranks without data; return whether the step can be taken."""
-        idle = not self._has_reduced
-        if idle:
+        replaced: int | str | None = None
+        if not self._has_reduced:
             self.reduce()
-        grads = self._parameters.grads
-        replaced = digest(grads) if self._parameters.shown_in_step()["replaced"] else None
-        complete, given = self._gradients.hand_over(grads, replaced, idle=idle)
+            replaced = IDLE
+        elif self._parameters.shown_in_step()["replaced"]:
+            replaced = digest(self._parameters.grads)
+        complete, given = self._gradients.hand_over(self._parameters.grads, replaced)
         if given is not None:
             self._parameters.replace(given)
         self._has_reduced = False

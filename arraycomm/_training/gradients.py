@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from copy import copy
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final, NoReturn, Protocol, Self
@@ -25,7 +26,7 @@ from arraycomm._training.rounds import Rounds
 from arraycomm._training.shards import Shards
 from arraycomm._training.sums import Sums
 from arraycomm._training.virtual import VirtualRanks
-from arraycomm._training.weighted import IDLE, Block, HandOver, WeightedGradients
+from arraycomm._training.weighted import Block, HandOver, WeightedGradients
 from arraycomm._trees.fusion import TreeMemory
 from arraycomm._trees.pytrees import flatten
 from arraycomm._trees.reduce import AllreduceGradients, prototypes
@@ -228,13 +229,13 @@ class Gradients:
         """Reduce the gradients of a backward pass inside `join`, by weight."""
         return self._call_in_join(JoinedReduction, tree, None)[0]
 
-    def hand_over(self, tree: Any, replaced: int | None, *, idle: bool) -> tuple[bool, Any]:
+    def hand_over(self, tree: Any, replaced: int | str | None) -> tuple[bool, Any]:
         """Give a step's gradients inside `join` to ranks without data; return whether it counts.
 
-        `replaced` is a digest of gradients that were replaced after they had been reduced. A rank
-        that was `idle`, without a backward pass, takes those of one that was not, which come too.
+        `replaced` is a digest of gradients that were replaced after they had been reduced. If it is
+        `IDLE`, the gradients of a rank that had a backward pass are returned too.
         """
-        given, total = self._call_in_join(HandedStep, tree, replaced, idle, self.look)
+        given, total = self._call_in_join(HandedStep, tree, replaced, self.look)
         if self.rounds is not None:
             self.rounds.note_others(others=False)
         return bool(total), given
@@ -271,7 +272,7 @@ class Gradients:
         vars(made).update(vars(self), number=None, steps=None)
         made.verification, made.sums = self.verification.copy(), self.sums.copy()
         made.virtual = None if self.virtual is None else self.virtual.copy()
-        made.rounds = None if self.rounds is None else self.rounds.copy()
+        made.rounds = copy(self.rounds)
         return made
 
     __copy__ = __deepcopy__ = copy
@@ -366,13 +367,11 @@ class HandedStep(HandOver):
         memory: TreeMemory,
         gradients: Gradients,
         tree: Any,
-        replaced: int | None,
-        idle: bool,
+        replaced: int | str | None,
         look: Shows,
     ) -> None:
         number = _number_in_join(gradients)
-        shown = IDLE if idle else ("replaced", replaced)
-        further = (shown, *_others(gradients), *_taken(gradients))
+        further = (("replaced", replaced), *_others(gradients), *_taken(gradients))
         options = {**gradients.options, "compression": None, "optimizer": number}
         super().__init__(context, block, memory, tree, "sum", **options, further=further, look=look)
 

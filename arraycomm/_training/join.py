@@ -50,8 +50,8 @@ def join(comm: Communicator | None = None) -> Join:
         Inside the block: another collective on `comm`, a block in a block, or a compiled JAX
         program that reduces. Other ranks raise `PeerError`.
     ValueError
-        `joined.weight` is negative, infinite, NaN, or beyond 1e19 or 1e-19, or gradients are
-        reduced by another op than "mean" and "sum".
+        `joined.weight` is negative, NaN, or beyond 1e19 or 1e-19, or gradients are reduced by
+        another op than "mean" and "sum".
     PeerError
         Another rank has left its block by an exception. The communicator can still be used.
 

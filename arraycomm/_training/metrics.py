@@ -79,8 +79,7 @@ def mean_metrics(
     Raises
     ------
     ValueError
-        The weight is negative, infinite, NaN, or beyond 1e60 or 1e-60. Other ranks raise
-        `PeerError`.
+        The weight is negative, NaN, or beyond 1e60 or 1e-60. Other ranks raise `PeerError`.
     TypeError
         The weight is no number, or a leaf has no arithmetic; the message names its path.
     MismatchError

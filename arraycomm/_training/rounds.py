@@ -271,12 +271,6 @@ class Rounds:
         self._comm, self._op, self._options = comm, op, options
         self.place = Place()
 
-    def copy(self) -> Rounds:
-        """Return the rounds of a copy of the optimizer, which is at the same place."""
-        made = Rounds(self._comm, self._op, self._options)
-        made.place = self.place
-        return made
-
     def start(self, part: Part) -> Request:
         """Start to reduce a bucket; the request's result is `Reduced`."""
         return self._runner.start(ReduceBucket, self, part)

@@ -69,7 +69,7 @@ class Block:
 # Weights, and how headers carry them
 
 
-def check_weight(weight: Any, most: float = 2.0**200) -> float:
+def check_weight(weight: Any, name: str = "weight", most: float = 2.0**200) -> float:
     """Return a weight as a float; raise unless it is a number, finite and not negative.
 
     Products and sums of weights beyond `most`, or below its reciprocal, would not be exact enough.
@@ -80,16 +80,16 @@ def check_weight(weight: Any, most: float = 2.0**200) -> float:
         number = float(weight)
     except (TypeError, ValueError, OverflowError) as error:
         raise TypeError(
-            f"weight must be a number, such as how many samples this rank has; got {weight!r}"
+            f"{name} must be a number, such as how many samples this rank has; got {weight!r}"
         ) from error
     if not (math.isfinite(number) and number >= 0):
         raise ValueError(
-            f"weight must be finite and not negative; got {number}; "
+            f"{name} must be finite and not negative; got {number}; "
             "a rank that has nothing passes 0"
         )
     if number and not 1 / most <= number <= most:
         raise ValueError(
-            f"weight must be 0, or from {1 / most:.0e} to {most:.0e}; got {number}; multiply those "
+            f"{name} must be 0, or from {1 / most:.0e} to {most:.0e}; got {number}; multiply those "
             "of all ranks by one number"
         )
     return number
@@ -131,7 +131,8 @@ class WeightedGradients(Operation):
         super().__init__(context)
         check_op(op)
         check_compression(compression)
-        local = _checked_weight(block.weight)
+        # Products are of float32, in which gradients of 16 bits are added up too.
+        local = check_weight(block.weight, "join: weight", 2.0**64)
         if op not in ("mean", "sum"):
             raise ValueError(f'inside join op must be "mean" or "sum"; got {op!r}')
         self._memory, self._block, self._op, self._compression = memory, block, op, compression
@@ -175,8 +176,9 @@ class WeightedGradients(Operation):
         )
 
 
-# Among the settings of a rank that had no backward pass in a step, and so no gradients to clip.
-IDLE: Final = ("replaced", "no backward pass")
+# In place of the digest of a rank that had no backward pass in a step, and so nothing to clip.
+IDLE: Final = "no backward pass"
+_IDLE: Final = ("replaced", IDLE)
 
 
 class HandOver(WeightedGradients):
@@ -203,20 +205,17 @@ class HandOver(WeightedGradients):
         self._reduced = yield from reducing
 
     def result(self, agreement: Agreement) -> Any:
-        if self._reduced is None or IDLE not in self.signature.settings:
-            return None
-        return super().result(agreement)
+        takes = self._reduced is not None and _IDLE in self.signature.settings
+        return super().result(agreement) if takes else None
 
 
 def _giving(live: Sequence[CallDetail]) -> tuple[list[CallDetail], CallDetail]:
     """Return the calls as if no rank were idle, and that of the rank whose gradients all take."""
-    giving = next((call for call in live if IDLE not in call.settings), live[0])
-    replaced = dict(giving.settings).get(IDLE[0])
-    settings = [
-        tuple((IDLE[0], replaced) if each == IDLE else each for each in call.settings)
-        for call in live
-    ]
-    return [replace(call, settings=s) for call, s in zip(live, settings, strict=True)], giving
+    giving = next((call for call in live if _IDLE not in call.settings), live[0])
+    shown = "replaced", dict(giving.settings).get("replaced")
+    settings = [[shown if each == _IDLE else each for each in call.settings] for call in live]
+    pairs = zip(live, map(tuple, settings), strict=True)
+    return [replace(call, settings=each) for call, each in pairs], giving
 
 
 def shadow_gradients(memory: TreeMemory, agreement: Agreement, live: Sequence[CallDetail]) -> Steps:
@@ -232,14 +231,6 @@ def shadow_gradients(memory: TreeMemory, agreement: Agreement, live: Sequence[Ca
     optimizer: Any = settings["optimizer"]
     taken: Any = settings.get("hyperparameters")
     return ShadowStep(optimizer, sum(weights), reduced, taken, "parameters" in settings)
-
-
-def _checked_weight(weight: Any) -> float:
-    try:
-        # Products of float32, in which gradients of 16 bits are added up too.
-        return check_weight(weight, 2.0**64)
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"join: {error}") from error
 
 
 def _reduce_weighted(
