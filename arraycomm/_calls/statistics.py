@@ -55,7 +55,7 @@ class Statistics:
 
     def totals(self) -> Totals:
         """Return the four figures of each operation."""
-        totals = {name: list(numbers) for name, numbers in self._totals.items()}
+        totals = {name: list(numbers) for name, numbers in [*self._totals.items()]}
         _add_counts(totals, self.fast_paths())
         for duplicate in self._duplicates:
             _add(totals, duplicate.totals())

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
 import arraycomm as ac
+from arraycomm._calls.statistics import Statistics
 from arraycomm._communicator import Communicator
 from tests.support.on_ranks import each_rank_of
 
@@ -38,6 +40,17 @@ def test_statistics_count_calls_bytes_and_copies(comm: Communicator) -> None:
     assert numbers["seconds"] > 0
     ac.println("x", comm=comm)
     assert comm.stats()["println"]["calls"] == 1
+
+
+def test_figures_can_be_read_while_another_thread_counts() -> None:
+    class Numbers(list[float]):
+        def __iter__(self) -> Iterator[float]:
+            statistics.count("another")
+            return super().__iter__()
+
+    statistics = Statistics()
+    statistics._totals = {"first": Numbers([1, 2, 3, 4.0])}
+    assert statistics.by_name()["first"]["calls"] == 1
 
 
 class FailsOnRankOne:
