@@ -287,6 +287,7 @@ class Runner:
             # Others may be in a call without a header, in which nothing can be told in step.
             group.close(error)
             return
+        group.watchdog.current = (name, None)
         try:
             together = len(group.open_together) if name == "raise_together" else 0
             in_step = yield from fail_in_step(group.control, name, error, traceback, together)

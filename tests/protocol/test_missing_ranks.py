@@ -52,6 +52,21 @@ def test_ranks_that_wait_on_different_communicators_learn_of_one_another(
     comm.barrier()
 
 
+@each_rank_of(2)
+def test_a_rank_whose_argument_is_wrong_waits_in_that_call(comm: Communicator) -> None:
+    other = comm.dup(timeout=20)
+    other.barrier()
+    if comm.rank == 0:
+        with pytest.raises(TypeError):
+            other.allreduce(object())
+    else:
+        with pytest.raises(
+            ac.CommTimeoutError, match="rank 0 is waiting in allreduce at test_miss"
+        ):
+            other.recv(0, timeout=1)
+    comm.barrier()
+
+
 def test_ranks_that_time_out_later_are_told_without_a_gap(on_ranks) -> None:
     """They may look at any moment: what a rank waits in becomes what it waited in, and never nothing."""
 
