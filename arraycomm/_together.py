@@ -7,6 +7,7 @@ from types import TracebackType
 from arraycomm._collectives.groups import SmallExchange
 from arraycomm._communicator import Communicator, runner_of
 from arraycomm._entries import entries
+from arraycomm._protocol.mismatch import peer_error
 from arraycomm._session import world
 
 
@@ -34,7 +35,8 @@ class raise_together:  # noqa: N801 - used as a function, like contextlib.suppre
         Whatever was raised on this rank, even if other ranks raised too.
     PeerError
         On ranks that raised nothing, or whose call inside the block met a rank that had left it:
-        with the rank that raised, and its traceback. The communicator can still be used.
+        with the rank that raised, and its traceback; also if the block has handled the error of
+        that call. The communicator can still be used.
 
     Notes
     -----
@@ -63,12 +65,16 @@ class raise_together:  # noqa: N801 - used as a function, like contextlib.suppre
         group = self._group
         depth, began = len(group.open_together), group.open_together[-1]
         try:
+            step, left_depth, details = group.control.left_together
+            # All ranks heard of it while this rank was in a call of the block.
+            is_known = step > began and left_depth <= depth
             if isinstance(error, Exception):
-                step, left_depth = group.control.left_together
-                # Otherwise all ranks heard of it while this rank was in a call of the block.
-                if group.closed is None and not (step > began and left_depth <= depth):
+                if group.closed is None and not is_known:
                     self._runner.fail(RaiseTogether.name, error)
             elif error is None:
+                if is_known and group.closed is None:
+                    # The block has handled the error of that call.
+                    raise peer_error(RaiseTogether.name, details)
                 self._runner.call(RaiseTogether)
         finally:
             group.open_together.pop()

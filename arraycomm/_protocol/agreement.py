@@ -9,7 +9,7 @@ import numpy as np
 
 from arraycomm._callsite import CallSite, call_site
 from arraycomm._errors import PeerError, name_operation, text_of
-from arraycomm._protocol.details import CallDetail, Detail, Failure, exchange_details
+from arraycomm._protocol.details import CallDetail, Detail, Failure, Nothing, exchange_details
 from arraycomm._protocol.header import Headers, Signature, Status, call_digest, encode, show
 from arraycomm._protocol.mismatch import how_left, mismatch, peer_error
 from arraycomm._transports.base import Handle
@@ -154,9 +154,10 @@ def _judge(headers: Headers) -> _Verdict:
 
 
 def _note_left_together(control: ControlChannel, details: Sequence[Detail]) -> None:
-    depths = [d.together for d in details if isinstance(d, Failure) and d.together]
+    left = [d if isinstance(d, Failure) and d.together else Nothing() for d in details]
+    depths = [d.together for d in left if isinstance(d, Failure)]
     if depths:
-        control.left_together = (control.step, min(depths))
+        control.left_together = (control.step, min(depths), left)
 
 
 # The last step of a group: the ranks tell in it that they leave, and why

@@ -108,9 +108,9 @@ class ControlChannel(_Counts):  # type: ignore[misc]
         self.alike: MutableSequence[Any] = [False, False]
         # What the ranks tell one another beside these steps.
         self.notes = Notes()
-        # The last step in which a rank left a `raise_together` block by an exception, and how many
-        # blocks it was in.
-        self.left_together = (-1, 0)
+        # The last step in which a rank left a `raise_together` block by an exception, how many
+        # blocks it was in, and what those that did so told.
+        self.left_together: tuple[int, int, Any] = (-1, 0, ())
         # Whether all ranks have seen the group end in a step; then no rank posts another step.
         self.ended = False
         self.peers = [r for r in range(size) if r != rank]

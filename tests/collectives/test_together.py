@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from itertools import product
 
 import numpy as np
@@ -126,6 +127,20 @@ def test_error_that_ended_the_communicator_leaves_the_block_as_it_is(comm: Commu
     with pytest.raises(ac.CommunicatorClosedError, match="MismatchError"):
         _alone(part, fails=False)
     assert comm.allreduce(1) == comm.size
+
+
+@each_rank_of(3)
+def test_a_block_that_handles_the_error_of_a_call_still_raises(comm: Communicator) -> None:
+    for culprit, wrong in product(range(comm.size), (False, True)):
+        kind = ValueError if comm.rank == culprit else ac.PeerError
+        with pytest.raises(kind) as caught, ac.raise_together(comm):
+            if comm.rank == culprit:
+                raise ValueError("left")
+            with suppress(TypeError, ac.PeerError):
+                comm.allreduce(object() if wrong else 1)
+        assert comm.rank == culprit or f"rank {culprit} raised" in str(caught.value)
+        with ac.raise_together(comm):
+            assert comm.allreduce(1) == comm.size
 
 
 def test_without_a_world_it_says_so() -> None:
