@@ -131,13 +131,16 @@ def test_error_that_ended_the_communicator_leaves_the_block_as_it_is(comm: Commu
 
 @each_rank_of(3)
 def test_a_block_that_handles_the_error_of_a_call_still_raises(comm: Communicator) -> None:
-    for culprit, wrong in product(range(comm.size), (False, True)):
-        kind = ValueError if comm.rank == culprit else ac.PeerError
-        with pytest.raises(kind) as caught, ac.raise_together(comm):
+    def block(culprit: int, argument: object) -> None:
+        with ac.raise_together(comm):
             if comm.rank == culprit:
                 raise ValueError("left")
             with suppress(TypeError, ac.PeerError):
-                comm.allreduce(object() if wrong else 1)
+                comm.allreduce(argument)
+
+    for culprit, argument in product(range(comm.size), (1, object())):
+        with pytest.raises(ValueError if comm.rank == culprit else ac.PeerError) as caught:
+            block(culprit, argument)
         assert comm.rank == culprit or f"rank {culprit} raised" in str(caught.value)
         with ac.raise_together(comm):
             assert comm.allreduce(1) == comm.size
