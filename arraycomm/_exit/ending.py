@@ -67,7 +67,10 @@ def wait_for_ends(
 
 
 class Between:
-    """Equals what was registered with atexit from one of two functions to the other."""
+    """Equals what was registered with atexit from one of two functions to the other.
+
+    For `atexit.unregister`, which compares it with each function in the order of registration.
+    """
 
     def __init__(self, *ends: Callable[[], None]) -> None:
         self._ends, self._inside = ends, False

@@ -143,7 +143,7 @@ class Watchdog:
     def check_sender(self, rank: int, nbytes: int) -> None:
         """Raise if a rank has failed that would wait until its message is received.
 
-        It does with so many bytes, which it may change once it has failed.
+        It does if the message is long, and may change its memory once it has failed.
         """
         long = nbytes > self._transport.copied
         notice = self._control.notes.exit_notices().get(rank) if long else None
