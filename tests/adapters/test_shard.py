@@ -207,9 +207,16 @@ def test_state_that_is_not_whole_is_refused(comm: Any, torch: Any) -> None:
         pickle.dumps(optimizer)
     with pytest.raises(ValueError, match="gather_state: this optimizer is not distributed"):
         gather_state(torch.optim.SGD(parameters(torch)))
-    for sharded in (optimizer, tiny(torch, parameters(torch), comm)):
+    plain = ac.DistributedOptimizer(plain_adapter.SGD(0.1), comm=comm)
+    whole = tiny(torch, parameters(torch), comm)
+    gathers = [
+        (gather_state, optimizer),
+        (gather_state, whole),
+        (plain_adapter.gather_state, plain),
+    ]
+    for gather, each in gathers:
         with pytest.raises(ValueError, match="root must be a rank of the communicator"):
-            gather_state(sharded, root=2)
+            gather(each, root=2)
 
 
 @each_rank_of(2)
