@@ -31,8 +31,9 @@ class NotFinishedError(Exception):
 
 def _refuse() -> NoReturn:
     raise ConcurrentUseError(
-        "two threads called one communicator at the same time; "
-        "give each thread a communicator of its own with dup()"
+        "two threads called one communicator at the same time, or a function that a call runs, a "
+        "finalizer or a signal's handler called it once more; give each a communicator of its own "
+        "with dup()"
     )
 
 

@@ -240,6 +240,15 @@ def test_two_threads_at_once_are_refused(comm: Communicator) -> None:
         comm.allreduce(1)
 
 
+@each_rank_of(3)
+def test_call_from_a_function_that_a_call_runs_is_refused(comm: Communicator) -> None:
+    again = ac.op(lambda a, b: comm.allreduce(a + b))
+    refused = (ac.ConcurrentUseError, ac.PeerError)
+    with pytest.raises(refused, match="or a function that a call runs"):
+        comm.allreduce(np.ones(3), again)
+    assert comm.allreduce(1) == comm.size
+
+
 @each_rank_of("few")
 def test_freed_communicator_says_so(comm: Communicator) -> None:
     with comm.dup() as inner:

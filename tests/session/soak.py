@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import gc
 import os
+import re
 import sys
 import threading
 import time
@@ -20,7 +21,7 @@ from typing import Final
 import numpy as np
 
 import arraycomm as ac
-from arraycomm import Communicator, _launch
+from arraycomm import Communicator
 from arraycomm.testing import run
 
 PAGE: Final = os.sysconf("SC_PAGE_SIZE") if sys.platform == "linux" else 1
@@ -52,7 +53,7 @@ class Held:
 def held() -> Held:
     """Measure this process, as Linux sees it."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
-    maps = Path("/proc/self/maps").read_text().count("/arraycomm-")
+    maps = len(re.findall(r"/(memfd:)?arraycomm[- ]", Path("/proc/self/maps").read_text()))
     files = len(os.listdir("/proc/self/fd"))
     return Held(pages * PAGE, files, maps, threading.active_count())
 
@@ -116,10 +117,10 @@ def grown(comm: Communicator, act: Callable[[Communicator, int], None], number: 
         comm.barrier()
         before = held()
         act(comm, number)
+        comm.barrier()
+        after = held()
     finally:
         gc.enable()
-    comm.barrier()
-    after = held()
     gc.collect()
     return [before, replace(after, memory=held().memory)]
 
@@ -168,9 +169,8 @@ def main() -> int:
                 print(f"{act.__name__}, {number}: {before} -> {after}, {seconds:.0f} s", flush=True)
         return good
 
-    if _launch.detect(os.environ) is None:
-        return int(not all(run(2, soak, timeout=60.0)))
-    return int(not soak(ac.init(timeout=60.0)))
+    world = ac.init(timeout=60.0)
+    return int(not (soak(world) if world.size > 1 else all(run(2, soak, timeout=60.0))))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import pytest
 
 from arraycomm.testing import run
 from tests.session.soak import calls, flat, grown, made_and_freed
+from tests.support.launched import start_numbered
 from tests.support.launcher import needs_mpiexec, run_python
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="measures processes by /proc")
@@ -19,12 +20,16 @@ def test_threads_hold_no_more_afterwards(act, number) -> None:
         assert flat(before, after), f"{before} -> {after}"
 
 
+_SOAK = ("-m", "tests.session.soak", "--collectives", "2400", "--communicators", "20")
+
+
 @needs_mpiexec
 @pytest.mark.each_mpi
 def test_processes_hold_no_more_afterwards() -> None:
-    job = run_python(
-        *("-m", "tests.session.soak", "--collectives", "2400", "--communicators", "20"),
-        ranks=2,
-        timeout=120,
-    )
+    job = run_python(*_SOAK, ranks=2, timeout=120)
     assert job.returncode == 0, job.stdout + job.stderr
+
+
+def test_processes_without_mpi_hold_no_more_afterwards() -> None:
+    job, _ = start_numbered(2, *_SOAK)
+    assert job.returncode == 0, job.stdout

@@ -158,3 +158,7 @@ class Messages:
             with self._pumping:
                 for peer in self._peers.values():
                     peer.pump()
+
+    def close(self) -> None:
+        """Release the memory of the rings; nothing is sent or received any more."""
+        self._peers = {}

@@ -147,6 +147,9 @@ class ProcessesTransport(PartsTransport):
     def free(self) -> None:
         self.control.close()
         self._family.remove(self._messages)
+        # Now, as the channel does: Python collects the transport late, since it is in a cycle.
+        self._messages.close()
+        self._to, self._of = {}, {}
 
     def nodes(self) -> Sequence[int]:
         return [0] * self.size
