@@ -282,7 +282,7 @@ class Engine:
             task.outcome.claim()
         queue = takewhile(lambda task: task not in left, self.queue)
         for task in [*queue, *(task for task in self.messages if task not in left)]:
-            self.wait_for(partial(self._pushed, task), lambda waited: None)
+            self._wait_for(task, None)
 
     def _absent(self, handle: Handle | None) -> bool:
         """Return whether only absent ranks are awaited: by the handle and by what is under way."""

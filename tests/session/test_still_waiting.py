@@ -92,6 +92,17 @@ def test_a_request_that_nobody_waits_for_yet_is_no_wait(capsys: pytest.CaptureFi
 
 
 @needs_mpiexec
+def test_a_request_that_the_end_of_the_program_waits_for_is_a_wait() -> None:
+    program = (
+        "import arraycomm as ac\n"
+        f"comm = ac.init(report_after={AFTER}, timeout=2)\n"
+        "request = comm.irecv(1 - comm.rank)"
+    )
+    said = lines(run_python("-c", program, ranks=2).stderr)
+    assert any(" in recv from rank 1 with tag 0 at <string>:3 for rank 1" in line for line in said)
+
+
+@needs_mpiexec
 @pytest.mark.parametrize(
     ("ranks", "late", "after"),
     [
