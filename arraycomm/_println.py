@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from datetime import datetime
 from typing import Any, NamedTuple
 
-from arraycomm._calls.arguments import check_several
 from arraycomm._calls.operation import Context
+from arraycomm._checks import check_bool, check_several
 from arraycomm._collectives.objects import AllgatherObject
 from arraycomm._communicator import Communicator, runner_of
 from arraycomm._entries import entry
@@ -24,7 +24,7 @@ class _Line(NamedTuple):
     end: str | None
     file: Any
     ranks: int | Iterable[int] | None
-    timestamp: bool
+    timestamp: Any
 
     def text(self, rank: int, size: int, place: str = "") -> str:
         """Return the line of this rank; an empty string if it is not to be printed."""
@@ -38,7 +38,7 @@ class _Line(NamedTuple):
         now = datetime.now().astimezone().isoformat(timespec="milliseconds")[:23]
         values = (" " if self.sep is None else self.sep).join(map(str, self.values))
         end = "\n" if self.end is None else self.end
-        return f"{f'{now} ' if self.timestamp else ''}{place}{values}{end}"
+        return f"{f'{now} ' if check_bool(self.timestamp, 'timestamp') else ''}{place}{values}{end}"
 
 
 def _checked(ranks: int | Iterable[int], size: int) -> list[int]:
@@ -105,12 +105,12 @@ def println(
     """
     if comm is None and not is_initialized():
         refuse_forked_child("println")
-        line = _Line(values, sep, end, file, ranks, bool(timestamp))
+        line = _Line(values, sep, end, file, ranks, False if timestamp is None else timestamp)
         with naming("println"):
             write(line.text(0, 1), file)
         return
     comm = comm or world()
-    line = _Line(values, sep, end, file, ranks, timestamp is None or bool(timestamp))
+    line = _Line(values, sep, end, file, ranks, True if timestamp is None else timestamp)
     lines = runner_of(comm).call(Println, line)
     if comm.rank == 0:
         write("".join(lines), file)

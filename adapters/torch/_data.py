@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import default_collate
 
 import arraycomm as ac
-from arraycomm._calls.arguments import check_at_least
+from arraycomm._checks import check_at_least, check_bool
 
 _Rows = TypeVar("_Rows", torch.Tensor, np.ndarray[Any, Any])
 
@@ -102,7 +102,7 @@ class DataLoader:
         for name, remedy in _NOT_HERE.items():
             if name in options:
                 raise TypeError(f"DataLoader: {name} is not an option here: {remedy}")
-        self.container, self._pad = container, pad
+        self.container, self._pad = container, check_bool(pad, "DataLoader: pad")
         self.batch_size = check_at_least(batch_size, 1, "DataLoader: batch_size")
         self._batches = _Batches()
         self._loader: TorchLoader[Any] = TorchLoader(

@@ -5,34 +5,8 @@ from __future__ import annotations
 import operator
 from typing import Any
 
-import numpy as np
-
 from arraycomm._arrays.buffer import BufferView
-
-
-def check_integer(value: Any, wanted: str) -> int:
-    """Return a value as an integer, or raise an error that begins with what is wanted."""
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise TypeError(f"{wanted}; got {value!r}") from None
-
-
-def check_at_least(value: Any, least: int, name: str, most: int | None = None) -> int:
-    """Return an integer within limits, or raise."""
-    number = check_integer(value, f"{name} must be an integer")
-    if number < least or (most is not None and number > most):
-        limits = f"at least {least}" if most is None else f"{least} to {most}"
-        raise ValueError(f"{name} must be {limits}; got {number}")
-    return number
-
-
-def check_several(value: Any, wanted: str) -> list[int]:
-    """Return an integer, or several, as integers, or raise; see `check_integer`."""
-    try:
-        return list(map(operator.index, value if np.iterable(value) else [value]))
-    except TypeError:
-        raise TypeError(f"{wanted}; got {value!r}") from None
+from arraycomm._checks import check_integer
 
 
 def check_counts(counts: Any, size: int, rows: int) -> list[int]:

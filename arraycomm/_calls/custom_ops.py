@@ -13,6 +13,7 @@ from arraycomm._arrays.buffer import Array, BufferView, allocate
 from arraycomm._arrays.results import to_framework
 from arraycomm._arrays.views import view
 from arraycomm._calls.attempts import attempt_together
+from arraycomm._checks import check_bool
 from arraycomm._entries import entry
 from arraycomm._protocol.group import Group
 from arraycomm._transports.base import Steps
@@ -78,7 +79,7 @@ def op(fn: Callable[[Any, Any], Any], *, elementwise: bool = False) -> Op:
     """
     if not callable(fn):
         raise TypeError(f"op: fn must be a function of two arrays; got {fn!r}")
-    return Op(fn, elementwise)
+    return Op(fn, check_bool(elementwise, "op: elementwise"))
 
 
 class Folding:

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Final, Generic, NoReturn, Protocol, Self
 
 from arraycomm._arrays.typing import T, T_co
 from arraycomm._callsite import CallSite, trim
+from arraycomm._checks import check_seconds
 from arraycomm._entries import entry, opaque
 from arraycomm._errors import CommTimeoutError
 from arraycomm._protocol.engine import NotFinishedError
@@ -14,7 +15,6 @@ from arraycomm._protocol.group import Group
 from arraycomm._protocol.task import Task
 from arraycomm._protocol.waits import clock
 from arraycomm._protocol.waits.waiting import wait_for
-from arraycomm._protocol.waits.watchdog import checked_timeout
 from arraycomm._transports.base import Steps
 from arraycomm._transports.control import ControlChannel
 
@@ -108,7 +108,7 @@ class Request(ProcessBound, Generic[T_co]):
         """
         group, task, engine = self._group, self._task, self._group.engine
         try:
-            timeout = checked_timeout(timeout, or_zero=True)
+            timeout = check_seconds(timeout, or_zero=True)
             with engine.turn:
                 task.waited_for = True
                 if group.tracer is None or self._awaited:
@@ -196,7 +196,7 @@ def waitany(requests: Iterable[Request[T]], *, timeout: float | None = None) -> 
         The error of the request that is finished.
     """
     waited_for = _listed("waitany", requests)
-    timeout = checked_timeout(timeout, or_zero=True)
+    timeout = check_seconds(timeout, or_zero=True)
     if not waited_for:
         raise ValueError("waitany: requests must be one at least; got none")
     deadline = None if timeout is None else clock.now() + timeout

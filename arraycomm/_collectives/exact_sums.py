@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Iterator
 from typing import Any, Final
 
@@ -13,6 +12,7 @@ from arraycomm._arrays.buffer import Array
 from arraycomm._calls.custom_ops import Op
 from arraycomm._calls.operation import Context, Operation
 from arraycomm._calls.placement import Destination
+from arraycomm._checks import check_integer
 from arraycomm._dtypes import check_reducible
 from arraycomm._folds import add_rows, fold, round_words, words_of
 from arraycomm._folds.exact import WORD
@@ -78,10 +78,7 @@ class Fsum(Operation):
 
 
 def _checked_axis(axis: Any, ndim: int) -> int:
-    try:
-        number = operator.index(axis)
-    except TypeError:
-        raise TypeError(f"axis must be an integer or None; got {axis!r}") from None
+    number = check_integer(axis, "axis must be an integer or None")
     if not -ndim <= number < ndim:
         raise ValueError(f"axis must be an axis of x, which has {ndim} dimensions; got {axis}")
     return number % ndim

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from itertools import compress
@@ -12,10 +11,11 @@ from typing import Any
 import numpy as np
 
 from arraycomm._arrays.typing import ArrayT
-from arraycomm._calls.arguments import check_integer
+from arraycomm._calls.arguments import check_rank
 from arraycomm._calls.operation import Context
 from arraycomm._calls.requests import ProcessBound, Request
 from arraycomm._calls.runner import Runner
+from arraycomm._checks import check_integer, check_several
 from arraycomm._collectives.groups import SmallExchange
 from arraycomm._collectives.neighbors import Around, Blocks, NeighborAlltoall
 from arraycomm._entries import entries
@@ -66,7 +66,8 @@ class GridCalls(ProcessBound):
 
     def coords_of(self, rank: int) -> tuple[int, ...]:
         """Return the coordinates of a rank."""
-        return tuple(map(int, np.unravel_index(rank, self.dims)))
+        number = check_rank(rank, self.size, "coords_of: rank")
+        return tuple(map(int, np.unravel_index(number, self.dims)))
 
     def rank_at(self, coords: Sequence[int]) -> int | Wildcard:
         """Return the rank at some coordinates.
@@ -74,11 +75,13 @@ class GridCalls(ProcessBound):
         Those of a periodic dimension may be any integers; beyond the border of another there is
         `arraycomm.PROC_NULL`.
         """
-        if len(coords) != len(self.dims):
-            raise ValueError(f"rank_at: coords must be {len(self.dims)} integers; got {coords!r}")
+        wanted = f"rank_at: coords must be {len(self.dims)} integers"
+        place = check_several(coords, wanted)
+        if len(place) != len(self.dims):
+            raise ValueError(f"{wanted}; got {coords!r}")
         modes = ["wrap" if periodic else "raise" for periodic in self.periods]
         try:
-            return int(np.ravel_multi_index(tuple(coords), self.dims, mode=modes))  # type: ignore[call-overload]
+            return int(np.ravel_multi_index(place, self.dims, mode=modes))  # type: ignore[call-overload]
         except ValueError:
             return PROC_NULL
 
@@ -98,11 +101,12 @@ class GridCalls(ProcessBound):
             For `comm.sendrecv(x, dest, source)`. Beyond a border that is not periodic each is
             `arraycomm.PROC_NULL`, with which nothing is sent or received.
         """
-        if not -len(self.dims) <= operator.index(axis) < len(self.dims):
+        along = check_integer(axis, "shift: axis must be an integer")
+        if not -len(self.dims) <= along < len(self.dims):
             raise ValueError(f"shift: axis must be a dimension of {self.dims}; got {axis}")
         at = np.array(self.coords)
         step = np.zeros_like(at)
-        step[axis] = check_integer(steps, "shift: steps must be an integer")
+        step[along] = check_integer(steps, "shift: steps must be an integer")
         return self.rank_at(tuple(at - step)), self.rank_at(tuple(at + step))
 
     @property
@@ -179,13 +183,11 @@ def layout_of(mpi4py_comm: Any) -> Layout | None:
 
 def _checked(dims: Any, periods: Any, size: int) -> Layout:
     """Return the ranks along each dimension, with those that are 0 chosen, and what is periodic."""
-    try:
-        each = dims if isinstance(dims, Iterable) else [0] * operator.index(dims)
-        wanted = [operator.index(n) for n in each]
-    except TypeError:
-        raise TypeError(f"dims must be an integer or several; got {dims!r}") from None
+    wanted = check_several(dims, "dims must be an integer or several")
+    if not np.iterable(dims):
+        wanted = [0] * wanted[0]
     periods = False if periods is None else periods
-    around = list(periods) if isinstance(periods, Iterable) else [periods] * len(wanted)
+    around = list(periods) if np.iterable(periods) else [periods] * len(wanted)
     if len(around) != len(wanted) or not all(isinstance(p, bool | np.bool_) for p in around):
         raise ValueError(f"periods must be a bool for each of {len(wanted)} dims; got {periods!r}")
     fixed = math.prod(n for n in wanted if n)

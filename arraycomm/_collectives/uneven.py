@@ -13,6 +13,7 @@ from arraycomm._arrays.buffer import BufferView
 from arraycomm._calls.arguments import check_axis, check_counts, check_root
 from arraycomm._calls.attempts import take_together
 from arraycomm._calls.operation import ArrayOperation, Context
+from arraycomm._checks import check_bool
 from arraycomm._collectives.movements import Scatter, join_inline
 from arraycomm._dtypes import DType
 from arraycomm._protocol.agreement import Agreement
@@ -81,7 +82,8 @@ class OfAnyLength(ArrayOperation):
         self, context: Context, x: Any, return_counts: bool, out: Any, root: int | None = None
     ) -> None:
         super().__init__(context, x, out)
-        self.root, self._out, self._return_counts = root, out, return_counts
+        self.root, self._out = root, out
+        self._return_counts = check_bool(return_counts, "return_counts")
         self.row = check_axis(self.source, self.same_length)
         self.signature = self.sign(None, root, (ANY, *self.row))
         self.word = self.source.shape[0]

@@ -19,6 +19,7 @@ from tempfile import TemporaryFile
 from typing import IO, Any, Final, TextIO
 
 from arraycomm._arrays.typing import T, Ts
+from arraycomm._checks import check_at_least, check_seconds
 from arraycomm._communicator import Communicator
 from arraycomm._entries import entry
 from arraycomm._errors import PeerError, text_of
@@ -28,7 +29,6 @@ from arraycomm._jobs.output import Lines, Target, write_all
 from arraycomm._jobs.process import BEGUN, RAISED, RETURNED, cloudpickle
 from arraycomm._launch import ADDRESS, NUMBER, RANK, claimed_by, launched
 from arraycomm._launch.places import threads_for
-from arraycomm._protocol.waits.watchdog import checked_timeout
 from arraycomm._start.joining import SECRET
 
 # Seconds that the other ranks have to end by themselves once one has failed.
@@ -88,10 +88,8 @@ def launch(
     >>> ac.launch(lambda comm, x: float(comm.allreduce(x)), 2, 1.5)
     [3.0, 3.0]
     """
-    count: Any = ranks
-    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise ValueError(f"launch: ranks must be a positive integer; got {ranks!r}")
-    checked_timeout(timeout)
+    ranks = check_at_least(ranks, 1, "launch: ranks")
+    timeout = check_seconds(timeout, "launch: timeout")
     _refuse_in_rank()
     _refuse_here()
     task = pickle.dumps((sys.argv, timeout, _pickled(fn, args)))

@@ -18,13 +18,14 @@ import numpy as np
 
 from arraycomm._arrays.buffer import BufferView
 from arraycomm._arrays.views import view
-from arraycomm._calls.arguments import check_at_least, check_rank
+from arraycomm._calls.arguments import check_rank
 from arraycomm._calls.pickles import dumps, loads
 from arraycomm._calls.placement import DeferredResultBuffer, Destination, HostPlacement, flatten
 from arraycomm._calls.refusals import wanted_kind
 from arraycomm._calls.requests import Request, wait_for_each
 from arraycomm._calls.runner import Runner
 from arraycomm._callsite import call_site, describe_raise, trim
+from arraycomm._checks import check_at_least, check_seconds
 from arraycomm._errors import MismatchError, PeerError, TransportError, name_operation, naming
 from arraycomm._messages import envelopes
 from arraycomm._messages.fast_messages import FastReceive, FastSend, MessageWait, beside
@@ -35,7 +36,7 @@ from arraycomm._protocol.group import Group
 from arraycomm._protocol.task import Finished, Task
 from arraycomm._protocol.waits import clock
 from arraycomm._protocol.waits.deadlock import Wait
-from arraycomm._protocol.waits.watchdog import LAST_MESSAGE, checked_timeout
+from arraycomm._protocol.waits.watchdog import LAST_MESSAGE
 from arraycomm._reduce.blocks import cut
 from arraycomm._transports.base import Bytes, Handle, Steps
 
@@ -264,7 +265,7 @@ class Messenger:
         self, x: Any, dest: Any, tag: int, timeout: float | None, out: Any = None
     ) -> _Pending:
         try:
-            found, wrong = checked_timeout(timeout), None
+            found, wrong = check_seconds(timeout), None
         except Exception as error:
             found, wrong = None, error
         arguments = (x, dest, tag, out, wrong)
@@ -318,7 +319,7 @@ class Messenger:
         site = "" if alone else call_site()
         with group.turn():
             try:
-                timeout = checked_timeout(timeout)
+                timeout = check_seconds(timeout)
                 message: Message = prepare(*args)
             except Exception as error:
                 name_operation(error, operation)

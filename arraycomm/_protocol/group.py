@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from arraycomm._callsite import describe_raise
+from arraycomm._checks import check_bool, check_seconds
 from arraycomm._errors import (
     CommTimeoutError,
     CommunicatorClosedError,
@@ -21,7 +22,7 @@ from arraycomm._protocol.agreement import UndeliveredError
 from arraycomm._protocol.engine import Engine
 from arraycomm._protocol.task import without_traceback
 from arraycomm._protocol.waits.deadlock import Counts, DeadlockWatch, Wait
-from arraycomm._protocol.waits.watchdog import LAST_MESSAGE, Watchdog, checked_timeout
+from arraycomm._protocol.waits.watchdog import LAST_MESSAGE, Watchdog
 from arraycomm._transports.base import Steps, Transport
 from arraycomm._transports.notes import FAILED, GAVE_UP
 
@@ -53,9 +54,8 @@ class Options:
 
     def __post_init__(self) -> None:
         for name in ("check", "reproducible"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name} must be True or False; got {getattr(self, name)!r}")
-        object.__setattr__(self, "timeout", checked_timeout(self.timeout))
+            object.__setattr__(self, name, check_bool(getattr(self, name), name))
+        object.__setattr__(self, "timeout", check_seconds(self.timeout))
 
 
 @dataclass(eq=False)

@@ -6,9 +6,11 @@ import json
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from math import inf
 from typing import Any, Final
 
 from arraycomm._callsite import describe_raise
+from arraycomm._checks import check_bool, check_seconds
 from arraycomm._cuda.device import DeviceRequest
 from arraycomm._errors import MismatchError, text_of
 from arraycomm._native.build import build
@@ -44,8 +46,7 @@ def check(backend: Any, verbose: Any, report_after: Any, *, first: bool) -> None
     """Raise if one of these is wrong; take over the last one."""
     if backend not in BACKENDS:
         raise ValueError(f"init: backend must be one of {', '.join(BACKENDS)}; got {backend!r}")
-    if not isinstance(verbose, bool):
-        raise TypeError(f"init: verbose must be True or False; got {verbose!r}")
+    check_bool(verbose, "init: verbose")
     # A first `init` may leave it to the variable.
     if not isinstance(report_after, Default):
         still_waiting.choose(report_after)
@@ -82,10 +83,11 @@ def _default_check() -> bool:
 
 def seconds_of(timeout: Any) -> float:
     """Return the seconds of an argument that is still to be checked; a default if it is wrong."""
-    if timeout is None:
-        return float("inf")
-    valid = isinstance(timeout, int | float) and not isinstance(timeout, bool) and timeout > 0
-    return float(timeout) if valid else _DEFAULT
+    try:
+        seconds = check_seconds(timeout)
+    except (TypeError, ValueError):
+        return _DEFAULT
+    return inf if seconds is None else seconds
 
 
 @dataclass(frozen=True)

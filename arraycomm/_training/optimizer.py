@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal
 
 from arraycomm._arrays.typing import T
 from arraycomm._calls.operation import Context
+from arraycomm._checks import check_at_least, check_bool
 from arraycomm._collectives.groups import Dup, dup, hide
 from arraycomm._communicator import Communicator, runner_of
 from arraycomm._entries import entry
@@ -165,7 +168,7 @@ def DistributedOptimizer(  # noqa: N802
     original and its copies in the same order. It cannot be pickled: save its state instead.
     """
     shared = comm or world()
-    arguments = _Arguments(
+    given = _Arguments(
         optimizer,
         op,
         bucket_bytes,
@@ -175,39 +178,39 @@ def DistributedOptimizer(  # noqa: N802
         verify_every,
         virtual_ranks,
         module,
-        [],
     )
-    private = dup(runner_of(shared), {}, MakeOptimizer, arguments)
+    private = dup(runner_of(shared), {}, MakeOptimizer, given)
     private.set_guard(PrivateGuard(shared))
     own = Communicator(private)
     hide(runner_of(shared), private, own)
     adapter = _adapter_of(optimizer)
     virtual = None
-    if virtual_ranks is not None:
-        if not arguments.are_alike:
+    if given.virtual_ranks is not None:
+        if not given.are_alike:
             raise TypeError(
                 "DistributedOptimizer: with virtual_ranks all ranks' optimizers must be of one "
                 "adapter, since each framework goes on with a total in its own way"
             )
-        virtual = VirtualRanks(virtual_ranks, op, own.rank, own.size)
+        virtual = VirtualRanks(given.virtual_ranks, op, own.rank, own.size)
     gradients = Gradients(
         own,
         op,
-        bucket_bytes,
-        accumulate,
+        given.bucket_bytes,
+        given.accumulate,
         compression,
         shared,
         verification=Verification(
-            verify_every if own.size > 1 else 0, adapter.__name__, alike=arguments.are_alike
+            given.verify_every if own.size > 1 else 0, adapter.__name__, alike=given.are_alike
         ),
-        overlapping=arguments.are_alike and hasattr(adapter, "REDUCES_IN_BACKWARD"),
-        shards=Shards(own, bucket_bytes) if shard else None,
+        overlapping=given.are_alike and hasattr(adapter, "REDUCES_IN_BACKWARD"),
+        shards=Shards(own, given.bucket_bytes) if given.shard else None,
         virtual=virtual,
     )
     return adapter.distribute(optimizer, gradients, *(() if module is None else (module,)))
 
 
-class _Arguments(NamedTuple):
+@dataclass
+class _Arguments:
     """The arguments of an optimizer, and the adapters of all ranks, each as a number."""
 
     optimizer: Any
@@ -219,7 +222,7 @@ class _Arguments(NamedTuple):
     verify_every: Any
     virtual_ranks: Any
     module: Any
-    adapters: list[int]
+    adapters: Sequence[int] = ()
 
     @property
     def are_alike(self) -> bool:
@@ -227,22 +230,16 @@ class _Arguments(NamedTuple):
         return len(set(self.adapters)) == 1
 
     def check(self, ranks: int) -> str:
-        """Raise if an argument is wrong for `ranks` ranks; return what these compare."""
+        """Raise if an argument is wrong for `ranks` ranks; return what these compare.
+
+        Numbers are Python's own afterwards.
+        """
         if self.op not in ("mean", "sum"):
             raise ValueError(f'op must be "mean" or "sum"; got {self.op!r}')
-        if self.bucket_bytes < 1:
-            raise ValueError(f"bucket_bytes must be positive; got {self.bucket_bytes}")
-        if type(self.accumulate) is not int or self.accumulate < 1:
-            raise ValueError(
-                f"accumulate must be a number of steps, 1 or more; got {self.accumulate!r}"
-            )
+        for name, least in {"bucket_bytes": 1, "accumulate": 1, "verify_every": 0}.items():
+            setattr(self, name, check_at_least(getattr(self, name), least, name))
         check_argument(self.compression)
-        if type(self.shard) is not bool:
-            raise TypeError(f"shard must be True or False; got {self.shard!r}")
-        if type(self.verify_every) is not int or self.verify_every < 0:
-            raise ValueError(
-                f"verify_every must be a number of steps, or 0; got {self.verify_every!r}"
-            )
+        self.shard = check_bool(self.shard, "shard")
         adapter = _adapter_of(self.optimizer)
         adapter.check(self.optimizer)
         return (
@@ -253,19 +250,14 @@ class _Arguments(NamedTuple):
 
     def _check_virtual_ranks(self, ranks: int) -> str:
         """Raise if `virtual_ranks` is wrong; return what ranks compare of it."""
-        count = self.virtual_ranks
-        if count is None:
+        if self.virtual_ranks is None:
             return ""
-        if type(count) is not int or count < ranks:
-            raise ValueError(
-                f"virtual_ranks must be None or an integer, at least the number of ranks, {ranks}; "
-                f"got {count!r}"
-            )
+        self.virtual_ranks = check_at_least(self.virtual_ranks, ranks, "virtual_ranks")
         others = {"accumulate": 1, "compression": None, "shard": False}
         for name, default in others.items():
             if (got := getattr(self, name)) != default:
                 raise ValueError(f"with virtual_ranks {name} must be {default}; got {got!r}")
-        return f" {count} virtual ranks"
+        return f" {self.virtual_ranks} virtual ranks"
 
     def _check_sharding(self, adapter: ModuleType) -> str:
         """Raise if the optimizer cannot be sharded; return what ranks compare of that."""
@@ -303,11 +295,11 @@ class MakeOptimizer(Dup):
     ) -> None:
         checked = arguments.check(context.group.size)
         super().__init__(context, options, chosen, checked)
-        self._adapters = arguments.adapters
+        self._arguments = arguments
         self.word = digest(_adapter_of(arguments.optimizer).__name__)
 
     def result(self, agreement: Agreement) -> Any:
-        self._adapters[:] = agreement.free_words()
+        self._arguments.adapters = agreement.free_words()
         return super().result(agreement)
 
 

@@ -16,6 +16,7 @@ from arraycomm._calls import refusals
 from arraycomm._calls.attempts import take_together
 from arraycomm._calls.operation import Context, Operation, Share
 from arraycomm._calls.placement import HostPlacement
+from arraycomm._checks import check_at_least
 from arraycomm._dtypes import DType, Kind, check_op, kind_of
 from arraycomm._folds import total_dtype
 from arraycomm._prepared.small_trees import Given, SmallTree
@@ -84,7 +85,8 @@ class AllreduceTree(TreeReduction):
         check_op(op)
         self._context, self._host = context, context.host_tree
         self._memory, self._onto = memory, onto
-        self.op, self._bucket_bytes, self._compression = op, bucket_bytes, compression
+        self.op, self._compression = op, compression
+        self._bucket_bytes = check_at_least(bucket_bytes, 1, "bucket_bytes")
         self._given = self._given_of(tree)
         if self._given is not None and self._repeat_on_device(self._given):
             return
@@ -103,7 +105,7 @@ class AllreduceTree(TreeReduction):
         self.packed = self.fusion.acquire()
         containers = self._flat.settings(alone=self.group.size == 1)
         begun = () if onto is None else (onto.setting,)
-        settings = (*settings_of(bucket_bytes, compression), *containers, *begun)
+        settings = (*settings_of(self._bucket_bytes, compression), *containers, *begun)
         self.signature = Signature(self.name, op, leaves=leaves.described(), settings=settings)
         self.nbytes = self.fusion.nbytes + self.parts.device_bytes
         self.copies = len(self.parts.present) + len(self.parts.on_device)
@@ -342,7 +344,7 @@ def compressed(dtype: DType, compression: str | None) -> DType:
 
 def settings_of(bucket_bytes: int, compression: str | None) -> Settings:
     """Return the settings, besides the tree, that decide how it is sent."""
-    return ("bucket_bytes", int(bucket_bytes)), ("compression", compression)
+    return ("bucket_bytes", bucket_bytes), ("compression", compression)
 
 
 def reduce_on_device(

@@ -10,11 +10,13 @@ import time
 import unittest
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from math import inf
 from typing import Any, Final, TypeVar
 
 import hypothesis
 from hypothesis import strategies as st
 
+from arraycomm._checks import check_seconds
 from arraycomm._errors import CommTimeoutError
 from arraycomm.testing._arrays.array_case import DRAWN
 from arraycomm.testing._arrays.frameworks import installed_frameworks
@@ -47,7 +49,7 @@ def given(
     *,
     ranks: Ranks = None,
     world: Any = None,
-    timeout: float = 20.0,
+    timeout: float | None = 20.0,
     **strategies: st.SearchStrategy[Any],
 ) -> Callable[[F], Any]:
     """Make a Hypothesis test of a function that every rank runs in step.
@@ -67,9 +69,9 @@ def given(
         For code that does not use arraycomm: an mpi4py communicator, or a function that returns
         one. `comm` is then a plain mpi4py communicator of the first ranks of this one. The ranks
         are processes, whether there is a launcher or not.
-    timeout : float
+    timeout : float or None
         Seconds that a rank waits for another in an example. A rank that takes twice that long in
-        Python is interrupted.
+        Python is interrupted. None means never.
     **strategies : SearchStrategy
         What to draw, by the name of the parameter. Every rank gets its own copy of what was drawn,
         and its own value from `strategies.per_rank`; an `ArrayCase` arrives as the array that it
@@ -108,9 +110,10 @@ def given(
     ...     assert (comm.bcast(comm.reduce(x)) == total).all()
     >>> test_sum_does_not_depend_on_the_root()
     """
+    limit = check_seconds(timeout, "given: timeout")
 
     def decorate(test: F) -> Any:
-        return _Given(test, ranks, world, timeout, strategies).wrapped()
+        return _Given(test, ranks, world, inf if limit is None else limit, strategies).wrapped()
 
     return decorate
 

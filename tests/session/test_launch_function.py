@@ -198,7 +198,7 @@ def test_rank_that_ends_before_its_function_begins_is_told_apart() -> None:
 
 def test_what_cannot_be_launched_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for ranks, fn, kind, said in (
-        (0, print, ValueError, "ranks must be a positive integer; got 0"),
+        (0, print, ValueError, "launch: ranks must be at least 1; got 0"),
         (2, 3, TypeError, "fn must be callable; got 3"),
         (2, lambda comm: 3, TypeError, r"pickled .*; install cloudpickle, or define them in a"),
     ):

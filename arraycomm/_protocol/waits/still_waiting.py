@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
+from arraycomm._checks import check_seconds
 from arraycomm._protocol.header import Headers
 from arraycomm._protocol.mismatch import name_ranks, ranks_of
 from arraycomm._protocol.waits.deadlock import WaitStatus
@@ -30,14 +31,7 @@ class _Setting:
 
 def choose(seconds: Any) -> None:
     """Set the seconds of waiting before this process prints the line, None for never; or raise."""
-    if seconds is not None:
-        if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
-            raise TypeError(
-                f"init: report_after must be a number of seconds or None; got {seconds!r}"
-            )
-        if not seconds > 0:
-            raise ValueError(f"init: report_after must be positive, or None; got {seconds!r}")
-    _Setting.chosen, _Setting.seconds = True, seconds
+    _Setting.seconds, _Setting.chosen = check_seconds(seconds, "init: report_after"), True
 
 
 def report_after() -> float | None:

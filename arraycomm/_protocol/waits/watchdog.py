@@ -10,10 +10,10 @@ import threading
 import time
 from collections.abc import Callable, Container, Sequence
 from math import inf
-from numbers import Real
 from typing import Any, Final, ParamSpec, TypeVar
 
 from arraycomm._callsite import call_site
+from arraycomm._checks import check_seconds
 from arraycomm._errors import CommTimeoutError, PeerError, TransportError
 from arraycomm._protocol.mismatch import how_left
 from arraycomm._protocol.waits import clock
@@ -35,18 +35,6 @@ LAST_MESSAGE: Final = 0.5
 _TOGETHER: Final = 10.0
 # Seconds in which a rank that waits beside one that has given up is likely to time out itself.
 _OWN_TIMEOUT: Final = 2.0
-
-
-def checked_timeout(timeout: Any, *, or_zero: bool = False) -> float | None:
-    """Return a number of seconds as it may be waited for, or None, which is for ever; or raise."""
-    if timeout is None:
-        return None
-    if isinstance(timeout, bool) or not isinstance(timeout, Real):
-        raise TypeError(f"timeout must be a number of seconds or None; got {timeout!r}")
-    seconds = float(timeout)
-    if not (seconds > 0 or (or_zero and seconds == 0)):
-        raise ValueError(f"timeout must be positive, or None; got {timeout!r}")
-    return seconds
 
 
 class Watchdog:
@@ -84,7 +72,7 @@ class Watchdog:
         """
 
         def limited(*args: P.args, **kwargs: P.kwargs) -> T:
-            self._limit, self._limited_at = checked_timeout(timeout), clock.now()
+            self._limit, self._limited_at = check_seconds(timeout), clock.now()
             return prepare(*args, **kwargs)
 
         return limited

@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from arraycomm._arrays.typing import DataT, T
-from arraycomm._calls.arguments import check_at_least, check_integer
 from arraycomm._calls.operation import Context
+from arraycomm._checks import check_at_least, check_bool, check_integer
 from arraycomm._collectives.groups import SmallExchange
 from arraycomm._communicator import Communicator, runner_of
 from arraycomm._entries import entries
@@ -325,8 +325,7 @@ class DistributedDataContainer(Sequence[Any], Generic[DataT]):
             wanted = check_at_least(n, 1, "batches: n")
             if not (load is None or callable(load)):
                 raise TypeError(f"batches: load must be a function; got {load!r}")
-            if not isinstance(pad, bool | np.bool_):
-                raise TypeError(f"batches: pad must be True or False; got {pad!r}")
+            check_bool(pad, "batches: pad")
             part = self._part_of(self._epoch, 0)
             lacks = any(start == stop for start, stop in pairwise(part.bounds))
             if pad and load is not None and lacks and len(self._items):
@@ -631,11 +630,10 @@ def _shared_memory() -> Any:
 
 
 def _check_settings(count: int, shuffle: Any, seed: Any, uneven: Any) -> dict[str, Any]:
-    if not isinstance(shuffle, bool | np.bool_):
-        raise TypeError(f"{_NAME}: shuffle must be True or False; got {shuffle!r}")
+    shuffled = check_bool(shuffle, f"{_NAME}: shuffle")
     if uneven not in MODES:
         raise ValueError(f"{_NAME}: uneven must be one of {', '.join(MODES)}; got {uneven!r}")
-    checked = (count, bool(shuffle), check_at_least(seed, 0, f"{_NAME}: seed"), str(uneven))
+    checked = (count, shuffled, check_at_least(seed, 0, f"{_NAME}: seed"), str(uneven))
     return dict(zip(_SETTINGS, checked, strict=True))
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import inf
 from typing import Final
 
 from arraycomm._arrays.typing import T, Ts
-from arraycomm._calls.arguments import check_at_least
+from arraycomm._checks import check_at_least, check_seconds
 from arraycomm._communicator import Communicator
 from arraycomm._transports.threads import make_group
 from arraycomm.testing._failures import first_failure
@@ -24,7 +25,7 @@ def run(
     size: int,
     fn: Callable[[Communicator, *Ts], T],
     *args: *Ts,
-    timeout: float = 60.0,
+    timeout: float | None = 60.0,
     schedule: Schedule | int | None = None,
 ) -> list[T]:
     """Run `fn(comm, *args)` on `size` ranks, each a thread of this process.
@@ -36,9 +37,10 @@ def run(
     fn : callable
         Called on every rank with that rank's communicator and `args`. The arguments are the same
         objects on every rank.
-    timeout : float
+    timeout : float or None
         Seconds after which a rank that still waits for others raises `CommTimeoutError`. After one
-        rank has failed, another that continues in Python for that long is interrupted.
+        rank has failed, another that continues in Python for that long is interrupted. None means
+        never.
     schedule : Schedule or int, optional
         A seed that chooses the order in which the ranks run, and a `Schedule` also where the
         transport fails. The same seed replays the same order.
@@ -65,15 +67,16 @@ def run(
     >>> arraycomm.testing.run(3, lambda comm: comm.allreduce(comm.rank))
     [3, 3, 3]
     """
-    check_at_least(size, 1, "run: size, the first argument,")
+    size = check_at_least(size, 1, "run: size, the first argument,")
+    limit = check_seconds(timeout, "run: timeout")
     links, baton = make_group(size), None
     if schedule is not None:
         links, baton = scheduled(links, schedule)
     ranks = [
-        RankThread(communicator_over(link, timeout), lambda comm: fn(comm, *args), baton)
+        RankThread(communicator_over(link, limit), lambda comm: fn(comm, *args), baton)
         for link in links
     ]
-    run_threads(ranks, timeout + _SLACK)
+    run_threads(ranks, inf if limit is None else limit + _SLACK)
     first = first_failure(ranks)
     if first is not None:
         if baton is not None:

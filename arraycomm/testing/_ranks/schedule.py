@@ -12,7 +12,6 @@ Randomized Scheduler with Probabilistic Guarantees of Finding Bugs, ASPLOS 2010)
 
 from __future__ import annotations
 
-import operator
 import threading
 import time
 from collections import deque
@@ -21,6 +20,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Final
 
+from arraycomm._checks import check_integer
 from arraycomm._errors import TransportError
 
 # Seconds that the holder may stay away from switch points while other ranks wait for the baton.
@@ -68,7 +68,9 @@ class Schedule:
     faults: float = field(default=0.0, kw_only=True)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "seed", operator.index(self.seed))
+        object.__setattr__(
+            self, "seed", check_integer(self.seed, "Schedule: seed must be an integer")
+        )
         object.__setattr__(self, "faults", float(self.faults))
         if not 0 <= self.faults <= 1:
             raise ValueError(f"Schedule: faults is a probability, 0 to 1; got {self.faults!r}")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from numbers import Real
 
 import pytest
+
+from arraycomm._checks import check_at_least, check_seconds
 
 
 def parametrize(metafunc: pytest.Metafunc, most: int) -> None:
@@ -25,16 +26,18 @@ def _counts_of(node: pytest.Item) -> Sequence[int]:
     if marker is None:
         return ()
     unknown = set(marker.kwargs) - {"timeout"}
-    seconds = marker.kwargs.get("timeout")
-    wrong = [count for count in marker.args if type(count) is not int or count < 1]
-    has_limit = seconds is None or (isinstance(seconds, Real) and float(seconds) > 0)
-    if unknown or wrong or not has_limit or len(set(marker.args)) < len(marker.args):
+    try:
+        check_seconds(marker.kwargs.get("timeout"))
+        counts = [check_at_least(count, 1, "ranks") for count in marker.args]
+        if unknown or len(set(counts)) < len(counts):
+            raise ValueError
+    except (TypeError, ValueError):
         raise pytest.UsageError(
             "ranks: the marker takes different numbers of ranks, each an int of at least 1, and "
             "timeout=seconds, more than 0, as in @pytest.mark.ranks(2, 4, timeout=10); "
             f"{node.nodeid} has {marker}"
-        )
-    return marker.args
+        ) from None
+    return counts
 
 
 def timeout_of(node: pytest.Item) -> float:
