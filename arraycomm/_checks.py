@@ -18,7 +18,9 @@ def check_integer(value: Any, wanted: str) -> int:
 
 
 def check_at_least(value: Any, least: int, name: str, most: int | None = None) -> int:
-    """Return an integer within limits, or raise."""
+    """Return a number of something, within limits, or raise; True would be meant otherwise."""
+    if isinstance(value, bool):
+        raise TypeError(f"{name} must be an integer; got {value!r}")
     number = check_integer(value, f"{name} must be an integer")
     if number < least or (most is not None and number > most):
         limits = f"at least {least}" if most is None else f"{least} to {most}"

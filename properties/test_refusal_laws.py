@@ -156,14 +156,16 @@ WRONG: dict[str, list[Wrong]] = {
     ],
     "DistributedOptimizer": [
         *(
-            Wrong(ValueError, f"{name} must be", lambda c, o={name: value}: trained(c, **o))
-            for name, values in {
-                "accumulate": (0, -1, 2.0, True, None),
-                "bucket_bytes": (0,),
-                "compression": ("float8", np.float16, True),
-                "verify_every": (-1, 1.0, None),
-                "op": ("max", "avg", None),
-            }.items()
+            Wrong(kind, f"{name} must be", lambda c, o={name: value}: trained(c, **o))
+            for name, kind, values in (
+                ("accumulate", ValueError, (0, -1)),
+                ("accumulate", TypeError, (2.0, True, None)),
+                ("bucket_bytes", ValueError, (0,)),
+                ("compression", ValueError, ("float8", np.float16, True)),
+                ("verify_every", ValueError, (-1,)),
+                ("virtual_ranks", TypeError, (9.0, "9")),
+                ("op", ValueError, ("max", "avg", None)),
+            )
             for value in values
         ),
         Wrong(TypeError, "shard must be True or False", lambda c: trained(c, shard=1)),

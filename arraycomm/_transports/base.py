@@ -13,6 +13,7 @@ A `Link` has the movements and the folding of what they move, without a control 
 from __future__ import annotations
 
 import abc
+import os
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, Final, NamedTuple, Protocol, Self, TypeAlias
 
@@ -38,6 +39,15 @@ class Handle(Protocol):
 
     def done(self) -> bool:
         """Make progress with all movements; return whether this one is finished. Never waits."""
+
+
+Wait = Callable[[Handle], object]
+
+
+def poll(handle: Handle) -> None:
+    """Wait for a handle, whatever becomes of the other ranks."""
+    while not handle.done():
+        os.sched_yield()
 
 
 class Repeated(Handle, Protocol):
@@ -271,11 +281,14 @@ class Transport(Link):
         """
 
     @abc.abstractmethod
-    def split(self, color: int | None, members: Sequence[int]) -> Transport | None:
+    def split(
+        self, color: int | None, members: Sequence[int], wait: Wait = poll
+    ) -> Transport | None:
         """Return the group of `members` (ranks of this group, in their new order), or None.
 
         Collective: every rank of this group calls it. Each new group has its own `color`, which is
-        None on a rank that joins none. May block.
+        None on a rank that joins none. May block; where it need not, it calls `wait`, which may
+        raise.
         """
 
     @abc.abstractmethod

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from arraycomm._arrays.buffer import allocate
-from arraycomm._transports.base import Bytes, Handle, Parts, PartsTransport, Transport
+from arraycomm._transports.base import Bytes, Handle, Parts, PartsTransport, Transport, Wait, poll
 from arraycomm._transports.control import SharedControl
 from arraycomm._transports.mailbox import Mailbox, copy
 
@@ -97,7 +97,9 @@ class ThreadsTransport(PartsTransport):
     def probe(self, source: int | None, tags: range) -> tuple[int, int] | None:
         return self._group.mailbox.probe(source, self.rank, tags)
 
-    def split(self, color: int | None, members: Sequence[int]) -> Transport | None:
+    def split(
+        self, color: int | None, members: Sequence[int], wait: Wait = poll
+    ) -> Transport | None:
         self._splits += 1
         if color is None:
             return None

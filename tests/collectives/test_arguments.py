@@ -72,7 +72,7 @@ SECONDS: dict[str, Call] = {
 }
 # What is passed, those that mean the same, and those that are refused.
 LAWS = [
-    (INTEGERS, 1, (np.int64(1), np.int16(1), np.array(1), True), (1.0, "1", np.float32(1), X)),
+    (INTEGERS, 1, (np.int64(1), np.int16(1), np.array(1)), (1.0, "1", np.float32(1), X)),
     (BOOLS, True, (np.bool_(True),), (1, 0, "no", np.array(True), X)),
     (SECONDS, 9, (9.0, np.float32(9), np.int64(9), None), ("9", True, np.array(9.0), X)),
 ]

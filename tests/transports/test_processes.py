@@ -19,12 +19,13 @@ from arraycomm._start.arguments import Arguments
 from arraycomm._start.on_node import open_on_node
 from arraycomm._transports import shared_files
 from arraycomm._transports.lives import Lives
-from arraycomm._transports.notes import ENDED
+from arraycomm._transports.notes import FAILED
 from arraycomm._transports.processes import transport as processes
 from arraycomm._transports.processes.rings import Ring
 from arraycomm._transports.processes.transport import ProcessesTransport, meet, memory_bytes
 from arraycomm._transports.shared_files import share_file
 from properties.test_giving_up_laws import over_rings
+from tests.support import internals
 from tests.support.on_ranks import alone
 
 # Nothing in it depends on what else runs.
@@ -198,22 +199,35 @@ def test_a_group_is_made_by_names_if_its_first_rank_is_not_seen(
         assert all("common" in said or "have the same one" in said for said in (alone, *others))
 
 
-@pytest.mark.parametrize("takes_part", [True, False])
-def test_a_group_is_not_made_with_a_rank_that_leaves_before(takes_part: bool) -> None:
-    def split(transport: Any) -> Any:
-        if takes_part or transport.rank:
-            made = transport.split(0, range(2))
-        if transport.rank == 0:
-            transport.control.notes.announce_exit(ENDED, 0, "")
-        return made if transport.rank else None
+@pytest.mark.parametrize("leaves", [True, False])
+def test_a_group_is_not_made_with_a_rank_that_leaves_or_stops_before(leaves: bool) -> None:
+    """It has confirmed that it is about to make it: as if it was killed or stopped since."""
+    over = threading.Event()
+
+    def stop(transport: ProcessesTransport) -> None:
+        if leaves:
+            transport.control.notes.announce_exit(FAILED, 0, "it was killed")
+        over.wait(20)
+
+    def split(transport: Any) -> None:
+        comm = internals.communicator(transport, timeout=0.5)
+        if comm.rank:
+            transport.split = lambda *_: stop(transport)
+            comm.split(0)
+            return
+        try:
+            kind, said = (
+                (ac.PeerError, "rank 1") if leaves else (ac.CommTimeoutError, "waited 0.5 s")
+            )
+            with pytest.raises(kind, match=said):
+                comm.split(0)
+            with pytest.raises(ac.CommunicatorClosedError):
+                comm.barrier()
+        finally:
+            over.set()
 
     with ThreadPoolExecutor(2) as ranks:
-        _, other = (ranks.submit(split, transport) for transport in over_rings(2))
-        if takes_part:
-            assert other.result(20).size == 2
-        else:
-            with pytest.raises(ac.TransportError, match="rank 0 has left while a new group"):
-                other.result(20)
+        list(ranks.map(split, over_rings(2)))
 
 
 def test_memory_of_another_user_is_not_mapped(monkeypatch: pytest.MonkeyPatch) -> None:

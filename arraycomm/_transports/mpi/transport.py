@@ -13,7 +13,16 @@ from typing import TYPE_CHECKING, Any, Final, cast
 from mpi4py import MPI
 
 from arraycomm._errors import TransportError
-from arraycomm._transports.base import DIRECT_RANKS, Blocks, Bytes, Handle, Repeated, Transport
+from arraycomm._transports.base import (
+    DIRECT_RANKS,
+    Blocks,
+    Bytes,
+    Handle,
+    Repeated,
+    Transport,
+    Wait,
+    poll,
+)
 from arraycomm._transports.control import ControlChannel, SharedControl
 from arraycomm._transports.lives import DELAY, Lives, find_lives
 from arraycomm._transports.mailbox import Mailbox
@@ -173,7 +182,9 @@ class MPITransport(Transport):
         # them.
         return (status.source, status.tag) if come and status.tag in tags else None
 
-    def split(self, color: int | None, members: Sequence[int]) -> Transport | None:
+    def split(
+        self, color: int | None, members: Sequence[int], wait: Wait = poll
+    ) -> Transport | None:
         try:
             comm = self._make_comm(color, members)
             if comm is None:

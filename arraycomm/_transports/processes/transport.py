@@ -15,7 +15,16 @@ from typing import Final
 import numpy as np
 
 from arraycomm._errors import TransportError
-from arraycomm._transports.base import Blocks, Bytes, Handle, Parts, PartsTransport, Transport
+from arraycomm._transports.base import (
+    Blocks,
+    Bytes,
+    Handle,
+    Parts,
+    PartsTransport,
+    Transport,
+    Wait,
+    poll,
+)
 from arraycomm._transports.control import SharedControl
 from arraycomm._transports.lives import DELAY, Lives, find_lives
 from arraycomm._transports.processes.ring_messages import Messages
@@ -103,16 +112,18 @@ class ProcessesTransport(PartsTransport):
             with suppress(TransportError):
                 messages.pump()
 
-    def split(self, color: int | None, members: Sequence[int]) -> Transport | None:
+    def split(
+        self, color: int | None, members: Sequence[int], wait: Wait = poll
+    ) -> Transport | None:
         opened = False
 
         def tell(told: str) -> str:
-            known = self._exchanged(told.encode().ljust(LONGEST, b"\0"))
+            known = self._exchanged(told.encode().ljust(LONGEST, b"\0"), wait)
             return "" if color is None else known[members[0]].rstrip(b"\0").decode()
 
         def agree(mine: bool) -> bool:
             nonlocal opened
-            opened = b"\0" not in self._exchanged(bytes([mine or color is None]))
+            opened = b"\0" not in self._exchanged(bytes([mine or color is None]), wait)
             return opened
 
         leads = color is not None and members[0] == self.rank
@@ -130,18 +141,13 @@ class ProcessesTransport(PartsTransport):
         made._family = self._family
         return made
 
-    def _exchanged(self, mine: bytes) -> list[bytes]:
-        """Return what every rank passes, all of one length; raise if one is gone that has not."""
+    def _exchanged(self, mine: bytes, wait: Wait) -> list[bytes]:
+        """Return what every rank passes, all of one length."""
         rows = np.zeros((self.size, len(mine)), np.uint8)
         rows[self.rank] = np.frombuffer(mine, np.uint8)
         lengths = [len(mine)] * self.size
         offsets = [r * len(mine) for r in range(self.size)]
-        handle = self.allgather(Blocks(rows.reshape(-1), lengths, offsets))
-        while not handle.done():
-            os.sched_yield()
-            gone = self.failed() or [*self.control.notes.exit_notices()]
-            if gone and not handle.done():
-                raise TransportError(f"rank {gone[0]} has left while a new group was made")
+        wait(self.allgather(Blocks(rows.reshape(-1), lengths, offsets)))
         return [row.tobytes() for row in rows]
 
     def free(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final, cast
 
-from arraycomm._transports.base import Handle, Transport
+from arraycomm._transports.base import Handle, Transport, Wait, poll
 from arraycomm._transports.control import ControlChannel
 from arraycomm._transports.notes import Notes
 from arraycomm.testing._ranks.schedule import Baton, Schedule
@@ -144,9 +144,11 @@ class _ScheduledLink(Transport):
         self._in_vain[source, tags] = self._baton.changes if found is None else _NEVER
         return found
 
-    def split(self, color: int | None, members: Sequence[int]) -> Transport | None:
+    def split(
+        self, color: int | None, members: Sequence[int], wait: Wait = poll
+    ) -> Transport | None:
         self._baton.switch(self._player, "split")
-        link = self._inner.split(color, members)
+        link = self._inner.split(color, members, wait)
         return None if link is None else _ScheduledLink(link, self._baton, self._player)
 
     def free(self) -> None:
