@@ -133,23 +133,26 @@ def _laid_out(dtype: DType, *, packed: bool = False) -> DType:
 
 
 @lru_cache(maxsize=1024)
-def check_movable(dtype: DType) -> None:
-    """Raise `TypeError` unless elements of `dtype` can be sent as plain bytes."""
-    if dtype in BY_DTYPE:
-        return
+def _is_movable(dtype: DType) -> bool:
     # ml_dtypes' 4-bit integers have the kind V too, but are not structures.
     plain = dtype.kind in "mMSU" or issubclass(dtype.type, np.void)
-    if plain and not dtype.hasobject and dtype.itemsize:
+    return dtype in BY_DTYPE or (plain and not dtype.hasobject and bool(dtype.itemsize))
+
+
+def check_movable(dtype: DType, name: str = "x") -> None:
+    """Raise `TypeError`, with the path of a leaf, if elements cannot be sent as plain bytes."""
+    if _is_movable(dtype):
         return
+    where = "" if name == "x" else f"{name}: "
     if dtype.hasobject:
         raise TypeError(
-            f"dtype {dtype} holds Python objects, which have no bytes to send; "
+            f"{where}dtype {dtype} holds Python objects, which have no bytes to send; "
             "use bcast_object or allgather_object"
         )
     names = ", ".join(BY_NAME)
     is_long = dtype in (np.longdouble, np.clongdouble)
     long = ", a long double to float64 or complex128" if is_long else ""
-    raise TypeError(f"dtype {dtype} is not supported; cast to one of {names}{long}")
+    raise TypeError(f"{where}dtype {dtype} is not supported; cast to one of {names}{long}")
 
 
 def check_op(op: object) -> None:

@@ -10,7 +10,7 @@
     ├── CommTimeoutError          another rank did not make the call in time
     │   └── DeadlockError         ranks wait for one another, none can go on
     ├── CommunicatorClosedError   the communicator was freed, or an earlier failure ended it
-    ├── ConcurrentUseError        two threads called one communicator at the same time
+    ├── ConcurrentUseError        a communicator was called while a call on it was under way
     └── TransportError            MPI or NCCL reported an error
 
 A wrong argument is not in this tree: it is the built-in `TypeError`, `ValueError` or `BufferError`

@@ -146,6 +146,14 @@ WRONG: dict[str, list[Wrong]] = {
         Wrong(TypeError, r"mean_metrics: tree\[0\]", lambda c: ac.mean_metrics(DATES, 1, comm=c)),
         Wrong(TypeError, r"\['f'\] cannot be", lambda c: ac.raise_on_difference(LOCK, comm=c)),
         Wrong(TypeError, r"tree\[0\]", lambda c: ac.synchronize([object()], comm=c)),
+        *(
+            Wrong(
+                TypeError,
+                r"tree\['a'\]: dtype .*",
+                lambda c, x=leaf: ac.synchronize({"a": x}, comm=c),
+            )
+            for leaf in (np.array([1, None]), np.zeros(2, np.longdouble))
+        ),
         Wrong(ValueError, "root must be a rank", lambda c: ac.synchronize([], root=c.size, comm=c)),
     ],
     "gradients": [

@@ -62,13 +62,13 @@ class BufferView:
 Reader: TypeAlias = Callable[[Any, str], BufferView]
 
 
-def to_native(array: Array) -> Array:
+def to_native(array: Array, name: str) -> Array:
     """Return the array in native byte order: the same object if it has that already."""
     dtype = array.dtype
     # NumPy calls a structure native if only its subarrays are not.
     if not dtype.isnative or (dtype.names and dtype != dtype.newbyteorder("=")):
         array = array.astype(dtype.newbyteorder("="))
-    check_movable(array.dtype)
+    check_movable(array.dtype, name)
     return array
 
 

@@ -129,7 +129,7 @@ def _by_buffer(x: Any, label: str) -> BufferView | None:
 
 
 def _described(array: Array, x: Any, label: str) -> BufferView:
-    native = to_native(array)
+    native = to_native(array, label)
     found = _foreign_view(native, x, native is not array, label)
     found.readonly = not array.flags.writeable
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -79,7 +80,8 @@ def check_out(found: BufferView, shape: tuple[int, ...], dtype: DType) -> None:
 def _check_writable(found: BufferView, copies_back: bool) -> None:
     if found.readonly:
         raise BufferError("out is read-only; pass memory that can be written")
-    if _overlaps_itself(found.array):
+    array = found.array
+    if overlaps_itself(array.shape, array.strides, array.itemsize):
         raise BufferError(
             f"elements of out share memory (strides {found.strides} for shape {found.shape}); "
             "pass an array of its own"
@@ -91,12 +93,14 @@ def _check_writable(found: BufferView, copies_back: bool) -> None:
         )
 
 
-def _overlaps_itself(array: Array) -> bool:
-    """Return whether two elements may share memory: no slice, transpose or diagonal does this."""
-    if array.flags.forc or not array.size:
+def overlaps_itself(shape: Sequence[int], strides: Sequence[int], reach: int = 1) -> bool:
+    """Return whether two elements may share memory: no slice, transpose or diagonal does this.
+
+    An element reaches over this many of the strides' units.
+    """
+    if 0 in shape:
         return False
-    reach = array.itemsize
-    lengths = ((abs(step), n) for step, n in zip(array.strides, array.shape, strict=True) if n > 1)
+    lengths = ((abs(step), n) for step, n in zip(strides, shape, strict=True) if n > 1)
     for step, length in sorted(lengths):
         if step < reach:
             return True

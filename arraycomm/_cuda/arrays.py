@@ -202,7 +202,7 @@ def _inspect(x: Any, name: str, memory: DeviceMemory) -> tuple[Framework, Device
             "that they are on"
         )
     export = framework.export(x, name, memory)
-    check_movable(export.layout.dtype)
+    check_movable(export.layout.dtype, name)
     found = DeviceView(framework, x, export, memory)
     order(memory, found.streams, (memory.stream,))
     return framework, export, found

@@ -67,9 +67,14 @@ class Leases:
         """Release the objects that the device has finished with."""
         with suppress(IndexError):  # another thread may sweep as well
             for _ in range(len(self._kept)):
-                use, thing = self._kept.popleft()
-                if not use.done():
-                    self._kept.append((use, thing))
+                kept = self._kept.popleft()
+                finished = False
+                try:
+                    finished = kept[0].done()
+                finally:
+                    # The device may use it still if it cannot say so.
+                    if not finished:
+                        self._kept.append(kept)
 
 
 # Arrays whose framework has no stream that could wait. Swept by every call of such arrays, and

@@ -97,21 +97,33 @@ def share_file(
     nbytes: int, tell: Tell, agree: Agree, *, makes: bool
 ) -> np.ndarray[Any, Any] | None:
     """Map one zeroed file on all ranks, which one `makes`; return None on all if one cannot."""
-    return share_opened(nbytes, tell, agree, open_file, makes=makes)
+    return _shared(nbytes, tell, agree, open_file, lambda _: None, makes=makes)
 
 
-def share_opened(
-    nbytes: int, tell: Tell, agree: Agree, opens: Callable[[str, int], T | None], *, makes: bool
-) -> T | None:
+def share_opened(nbytes: int, tell: Tell, agree: Agree, *, makes: bool) -> int | None:
     """Open one zeroed file on all ranks, which one `makes`; return None on all if one cannot."""
+    return _shared(nbytes, tell, agree, open_path, os.close, makes=makes)
+
+
+def _shared(
+    nbytes: int,
+    tell: Tell,
+    agree: Agree,
+    opens: Callable[[str, int], T | None],
+    closes: Callable[[T], object],
+    *,
+    makes: bool,
+) -> T | None:
     for _ in range(2):
-        own = make_file(nbytes) if makes else ""
+        own, found, opened = make_file(nbytes) if makes else "", None, False
         try:
             found = opens(tell(own), nbytes)
             opened = agree(found is not None)
         finally:
             if own:
                 close_file(own)
+            if found is not None and not opened:
+                closes(found)
         if opened:
             return found
         need_names()

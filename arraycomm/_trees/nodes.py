@@ -15,6 +15,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import optree
 
+from arraycomm._arrays.results import overlaps_itself
 from arraycomm._trees.fields import Fields, fields_of, is_dataclass, static_fields
 from arraycomm._trees.keys import describe_keys
 from arraycomm._trees.opened import opened, says_contents, stays
@@ -95,6 +96,15 @@ def _open_module(module: Any, path: str, *, rebuilds: bool) -> Node:
         if torch.nn.parameter.is_lazy(tensor):
             raise TypeError(
                 f"{path}.{name} has no shape yet; call the lazy module once on every rank before"
+            )
+        if (
+            rebuilds
+            and tensor.layout is torch.strided
+            and overlaps_itself(tensor.shape, tensor.stride())
+        ):
+            raise TypeError(
+                f"{path}.{name} has elements that share memory, as expand() makes them, and cannot "
+                "be written; register a clone() of it"
             )
 
     def rebuild(new: list[Any]) -> Any:

@@ -102,12 +102,27 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise  # a rank: the others, and the launcher, have to know
         print(f"\n{argv[0]}: ended by Ctrl-C", file=sys.stderr)
         return _INTERRUPTED
+    except FileNotFoundError:
+        if launched(os.environ) is not None or _has_directory():
+            raise
+        print(
+            f"arraycomm {argv[0]}: the working directory has been removed; change to another one",
+            file=sys.stderr,
+        )
+        return _USAGE_ERROR
     except BrokenPipeError:
         if launched(os.environ) is not None:
             raise
         # Nobody reads on, as behind `| head`; Python would complain at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _UNREAD
+
+
+def _has_directory() -> bool:
+    try:
+        return bool(os.getcwd())
+    except FileNotFoundError:
+        return False
 
 
 def _complete(line: str) -> None:

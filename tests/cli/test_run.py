@@ -592,6 +592,20 @@ def test_wrong_arguments_are_named_in_one_line(
     assert said in err
 
 
+@pytest.mark.parametrize("words", [["run", "-n2", "no.py"], ["trace", "no.json"]], ids=" ".join)
+def test_a_working_directory_that_was_removed_is_said(
+    words: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tmp_path.rmdir()
+    assert main(words) == 2
+    said = f"arraycomm {words[0]}: the working directory has been removed; change to another one\n"
+    assert capsys.readouterr().err == said
+
+
 def test_it_starts_no_job_in_each_process_of_a_job(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

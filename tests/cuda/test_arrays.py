@@ -26,6 +26,7 @@ from arraycomm._arrays.frameworks.jax import WIDE
 from arraycomm._cuda import arrays, frameworks, layouts, streams
 from arraycomm._cuda.device import CudaMemory
 from arraycomm._dtypes import BY_NAME, TABLE, DType
+from arraycomm._errors import TransportError
 from tests.support.device import elements as elements_now
 from tests.support.device import software_device
 from tests.support.frameworks import pointer
@@ -841,3 +842,15 @@ def test_the_host_is_no_device() -> None:
 
 def test_a_view_of_the_host_has_nothing_to_release() -> None:
     arrays.release(BufferView(np.ones(3), "numpy", None, False))
+
+
+def test_lease_is_kept_if_the_device_cannot_say_whether_it_has_finished() -> None:
+    class Lost:
+        def done(self) -> bool:
+            raise TransportError("the device is lost")
+
+    leases = streams.Leases()
+    leases.add(Lost(), "memory")
+    with pytest.raises(TransportError):
+        leases.sweep()
+    assert len(leases) == 1

@@ -23,7 +23,7 @@ from arraycomm._transports.notes import FAILED
 from arraycomm._transports.processes import transport as processes
 from arraycomm._transports.processes.rings import Ring
 from arraycomm._transports.processes.transport import ProcessesTransport, meet, memory_bytes
-from arraycomm._transports.shared_files import share_file
+from arraycomm._transports.shared_files import share_file, share_opened
 from properties.test_giving_up_laws import over_rings
 from tests.support import internals
 from tests.support.on_ranks import alone
@@ -261,6 +261,9 @@ def test_file_is_closed_if_a_rank_dies_before_all_have_opened_it() -> None:
         raise ac.TransportError("rank 1 has died")
 
     before = len(os.listdir("/dev/fd"))
-    with pytest.raises(ac.TransportError):
-        share_file(4096, lambda told: told, agree, makes=True)
+    for share in (share_file, share_opened):
+        with pytest.raises(ac.TransportError):
+            share(4096, lambda told: told, agree, makes=True)
+        # Or one of the ranks could not.
+        assert share(4096, lambda told: told, lambda _: False, makes=True) is None
     assert len(os.listdir("/dev/fd")) == before

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -301,3 +302,23 @@ def test_extra_state_is_no_part_of_a_reduction() -> None:
         return model[0].calls, model[1].bias.item()
 
     assert run(2, check) == [(0, 1.0), (1, 1.0)]
+
+
+@pytest.mark.parametrize("call", [ac.synchronize, partial(ac.allreduce_tree, op="max")])
+def test_module_with_elements_that_share_memory_is_refused_before_anything_is_written(
+    call: Callable[..., Any],
+) -> None:
+    def body(comm: ac.Communicator) -> Any:
+        module = Net(comm.rank)
+        before = module.state_dict()["linear.weight"].clone()
+        if comm.rank:
+            module.register_buffer("wide", torch.zeros(1).expand(3))
+        else:
+            module.register_buffer("wide", torch.zeros(3))
+        kind = TypeError if comm.rank else ac.PeerError
+        with pytest.raises(kind, match="wide has elements that share memory"):
+            call(module, comm=comm)
+        assert torch.equal(module.state_dict()["linear.weight"], before)
+        assert comm.allreduce(1) == 2
+
+    run(2, body)

@@ -19,9 +19,9 @@ def find_reader(kind: type) -> Reader | None:
     return read_cupy if issubclass(kind, sys.modules["cupy"].ndarray) else None
 
 
-def read_cupy(x: Any, _name: str) -> BufferView:
+def read_cupy(x: Any, name: str) -> BufferView:
     """Read an array through pinned memory, in the order of CuPy's current stream."""
-    check_movable(x.dtype)
+    check_movable(x.dtype, name)
     device = x.device.id
     with working_on(device):
         host = pinned(device).empty(x.nbytes).view(_carrier(x.dtype)).reshape(x.shape)

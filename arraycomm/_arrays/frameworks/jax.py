@@ -59,7 +59,7 @@ def read_jax(x: Any, name: str) -> BufferView:
     check_jax(x, name)
     device = jax_device(x)
     array = np.asarray(x)
-    check_movable(array.dtype)
+    check_movable(array.dtype, name)
     return BufferView(array, "jax", x, True, device[0] != "cpu", device)
 
 

@@ -27,7 +27,7 @@ def read_mlx(x: Any, name: str) -> BufferView:
         array = np.asarray(memoryview(x.view(mx.uint16))).view(ml_dtypes.bfloat16)
     else:
         array = np.asarray(memoryview(x))
-    check_movable(array.dtype)
+    check_movable(array.dtype, name)
     array.flags.writeable = False
     return BufferView(array, "mlx", x, True)
 

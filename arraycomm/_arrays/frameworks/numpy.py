@@ -28,11 +28,11 @@ def _read_array(x: Any, name: str) -> BufferView:
     return _read_subclass(x, name)
 
 
-def _read_subclass(x: Any, _name: str) -> BufferView:
+def _read_subclass(x: Any, name: str) -> BufferView:
     array, is_record = np.asarray(x), x.dtype.type is np.record
     if is_record:
         array = array.view(np.dtype((np.void, array.dtype)))
-    native = to_native(array)
+    native = to_native(array, name)
     framework = "numpy_record" if is_record else "numpy"
     return BufferView(native, framework, x, not x.flags.writeable, native is not array)
 
@@ -44,11 +44,11 @@ def _refuse_masked(_x: Any, name: str) -> BufferView:
     )
 
 
-def _read_scalar(x: Any, _name: str) -> BufferView:
+def _read_scalar(x: Any, name: str) -> BufferView:
     array = np.array(x)
     if isinstance(x, np.record):
         array = array.view(np.dtype((np.void, array.dtype)))
-    return BufferView(to_native(array), "numpy_scalar", x, True, True)
+    return BufferView(to_native(array, name), "numpy_scalar", x, True, True)
 
 
 def _to_scalar(array: Array, like: BufferView) -> Any:

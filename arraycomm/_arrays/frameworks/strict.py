@@ -21,13 +21,13 @@ def find_reader(kind: type) -> Reader | None:
     return _read if hasattr(kind, "__dlpack__") else None
 
 
-def _read(x: Any, _name: str) -> BufferView:
+def _read(x: Any, name: str) -> BufferView:
     try:
         array = np.from_dlpack(x)
     except ValueError:
         # While the flags choose a version of the standard that DLPack's own versions came after.
         array = np.asarray(x)
-    check_movable(array.dtype)
+    check_movable(array.dtype, name)
     return BufferView(array, "array_api_strict", x, not array.flags.writeable)
 
 
