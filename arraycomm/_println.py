@@ -13,7 +13,8 @@ from arraycomm._communicator import Communicator, runner_of
 from arraycomm._entries import entry
 from arraycomm._errors import naming
 from arraycomm._exit.exit import refuse_forked_child
-from arraycomm._session import is_initialized, world, write
+from arraycomm._session import is_initialized, world
+from arraycomm._writing import write
 
 
 class _Line(NamedTuple):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
 from collections.abc import Sequence
 from types import TracebackType
@@ -32,20 +31,7 @@ from arraycomm._start.opened import open_alone
 from arraycomm._start.over_mpi import mpi_transport
 from arraycomm._trace.trace import begin_world, end_world
 from arraycomm._transports.notes import FAILED, GAVE_UP
-
-
-def write(text: str, file: Any = None) -> None:
-    """Write in one piece, to standard output by default; what cannot be encoded as escapes."""
-    file = sys.stdout if file is None else file
-    if file is None:
-        # Programs without a console have no standard output.
-        return
-    try:
-        file.write(text)
-    except UnicodeEncodeError as error:
-        file.write(text.encode(error.encoding, "backslashreplace").decode(error.encoding))
-    if callable(flush := getattr(file, "flush", None)):
-        flush()
+from arraycomm._writing import write
 
 
 class _Session:
