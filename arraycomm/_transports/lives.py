@@ -18,7 +18,7 @@ from contextlib import suppress
 from typing import Final
 
 from arraycomm._transports.notes import FAILED, GAVE_UP, Notes
-from arraycomm._transports.shared_files import Agree, Tell, share_opened
+from arraycomm._transports.shared_files import Agree, Tell, open_path, share_opened
 
 # Seconds between two looks, and those for which a process may be gone before it is missed: it may
 # have had nothing more to do.
@@ -126,7 +126,7 @@ def find_lives(tell: Tell, agree: Agree, place: int, members: Sequence[int]) -> 
 
     Collective over the node.
     """
-    descriptor = share_opened(len(members), tell, agree, makes=place == 0)
+    descriptor = share_opened(len(members), tell, agree, open_path, makes=place == 0)
     if descriptor is None:
         return Lives({})
     others = {rank: at for at, rank in enumerate(members) if at != place}

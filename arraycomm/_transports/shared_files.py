@@ -97,23 +97,13 @@ def share_file(
     nbytes: int, tell: Tell, agree: Agree, *, makes: bool
 ) -> np.ndarray[Any, Any] | None:
     """Map one zeroed file on all ranks, which one `makes`; return None on all if one cannot."""
-    return _shared(nbytes, tell, agree, open_file, lambda _: None, makes=makes)
+    return share_opened(nbytes, tell, agree, open_file, makes=makes)
 
 
-def share_opened(nbytes: int, tell: Tell, agree: Agree, *, makes: bool) -> int | None:
-    """Open one zeroed file on all ranks, which one `makes`; return None on all if one cannot."""
-    return _shared(nbytes, tell, agree, open_path, os.close, makes=makes)
-
-
-def _shared(
-    nbytes: int,
-    tell: Tell,
-    agree: Agree,
-    opens: Callable[[str, int], T | None],
-    closes: Callable[[T], object],
-    *,
-    makes: bool,
+def share_opened(
+    nbytes: int, tell: Tell, agree: Agree, opens: Callable[[str, int], T | None], *, makes: bool
 ) -> T | None:
+    """Open one zeroed file on all ranks, which one `makes`; return None on all if one cannot."""
     for _ in range(2):
         own, found, opened = make_file(nbytes) if makes else "", None, False
         try:
@@ -122,8 +112,9 @@ def _shared(
         finally:
             if own:
                 close_file(own)
-            if found is not None and not opened:
-                closes(found)
+            # A mapping goes by itself.
+            if isinstance(found, int) and not opened:
+                os.close(found)
         if opened:
             return found
         need_names()

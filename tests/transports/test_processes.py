@@ -6,6 +6,7 @@ import mmap
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from arraycomm._transports.notes import FAILED
 from arraycomm._transports.processes import transport as processes
 from arraycomm._transports.processes.rings import Ring
 from arraycomm._transports.processes.transport import ProcessesTransport, meet, memory_bytes
-from arraycomm._transports.shared_files import share_file, share_opened
+from arraycomm._transports.shared_files import open_path, share_file, share_opened
 from properties.test_giving_up_laws import over_rings
 from tests.support import internals
 from tests.support.on_ranks import alone
@@ -261,7 +262,7 @@ def test_file_is_closed_if_a_rank_dies_before_all_have_opened_it() -> None:
         raise ac.TransportError("rank 1 has died")
 
     before = len(os.listdir("/dev/fd"))
-    for share in (share_file, share_opened):
+    for share in (share_file, partial(share_opened, opens=open_path)):
         with pytest.raises(ac.TransportError):
             share(4096, lambda told: told, agree, makes=True)
         # Or one of the ranks could not.
