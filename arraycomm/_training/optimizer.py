@@ -120,7 +120,7 @@ def DistributedOptimizer(  # noqa: N802
         a step: on some ranks alone it has raised in a step before.
     TypeError
         `optimizer` is none of these, or cannot be sharded, or is not torch's and `module` is
-        passed. With torch, in a backward pass: a
+        passed; a number or a bool is none. With torch, in a backward pass: a
         gradient is sparse, or has a history. With optax, in an update: an argument is a function
         that cannot be reduced.
 

@@ -48,7 +48,7 @@ class Draw(BcastObject):
         self.signature = replace(self.signature, op=label)
 
 
-def communicator_over(transport: Transport, timeout: float) -> Communicator:
+def communicator_over(transport: Transport, timeout: float | None) -> Communicator:
     """Return a communicator over a transport, with the usual options but for the timeout."""
     group = Group(transport, Options(timeout=timeout))
     request = DeviceRequest(local_rank=transport.local_rank)
