@@ -25,7 +25,7 @@ from arraycomm._calls.refusals import wanted_kind
 from arraycomm._calls.requests import Request, wait_for_each
 from arraycomm._calls.runner import Runner
 from arraycomm._callsite import call_site, describe_raise, trim
-from arraycomm._checks import check_at_least, check_integer, check_seconds
+from arraycomm._checks import check_at_least, check_seconds
 from arraycomm._errors import MismatchError, PeerError, TransportError, name_operation, naming
 from arraycomm._messages import envelopes
 from arraycomm._messages.fast_messages import FastReceive, FastSend, MessageWait, beside
@@ -753,4 +753,4 @@ def _sender_raised(source: int, traceback: str) -> PeerError:
 
 
 def _check_tag(tag: Any) -> int:
-    return check_at_least(check_integer(tag, "tag must be an integer"), 0, "tag", TAGS - 1)
+    return check_at_least(tag, 0, "tag", TAGS - 1)

@@ -103,8 +103,8 @@ def _open_module(module: Any, path: str, *, rebuilds: bool) -> Node:
             and overlaps_itself(tensor.shape, tensor.stride())
         ):
             raise TypeError(
-                f"{path}.{name} has elements that share memory, as expand() makes them, and cannot "
-                "be written; register a clone() of it"
+                f"{path}.{name} has elements that share memory, as if it was expanded, and cannot "
+                "be written; register a copy of it"
             )
 
     def rebuild(new: list[Any]) -> Any:
