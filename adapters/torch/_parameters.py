@@ -225,8 +225,9 @@ class Parameters:
                 self.left[number] = why
 
     def note_zeroed(self) -> None:
-        """Forget what backward passes have left: the program has zeroed it."""
+        """Forget what backward passes have left: the program has zeroed it, and ended the step."""
         self.left = {n: why for n, why in self.left.items() if not self.are_zeroed([n])}
+        self.note_skipped()
 
     def check_left(self) -> None:
         """Raise if a gradient was changed that is reduced in the step: it is this rank's alone."""
