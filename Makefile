@@ -51,7 +51,7 @@ sources := $(native) $(shell find arraycomm adapters -name '*.py' -o -name '*.cu
 wheel := $$(echo $$PWD/dist/arraycomm-$(version)-*.whl)
 # By uv, or else by pip. Python compiles what is imported, when it first is: to compile all that there is takes longer
 # than to install it.
-install := tests/support/install.py
+install := .ci/install.py
 
 export PYTHONUNBUFFERED := 1
 # Whatever the environment says: the tests start hundreds of processes, and each would compile every module anew.
@@ -85,6 +85,8 @@ even := $(or $(RANKS),4)
 odd := $(or $(RANKS),3)
 # Settings of the launchers. Open MPI refuses root and more ranks than cores unless told otherwise.
 mpich := OMP_NUM_THREADS=1 .venv/bin/mpiexec -n
+# What imports torch's adapter would import torch's compiler, which takes longer; these tests compile nothing with it.
+uncompiled := PYTHONPATH=tests/support/start TESTS_COMPILE_TORCH=0
 # Under Open MPI everything runs in Python: each law holds with the native part and without it.
 in_python := ARRAYCOMM_NATIVE=0
 openmpi := $(in_python) OMP_NUM_THREADS=1 OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 \
@@ -175,13 +177,13 @@ test-software-device: $(call tested,.venv)
 
 test-mpich: $(call tested,.venv)
 	@echo '== tests of communication, $(even) ranks under MPICH'
-	$(few) $(mpich) $(even) .venv/bin/python -m pytest -p no:cacheprovider $(PYTEST_ARGS) $(on_ranks)
+	$(few) $(uncompiled) $(mpich) $(even) .venv/bin/python -m pytest -p no:cacheprovider $(PYTEST_ARGS) $(on_ranks)
 
 test-openmpi: test-openmpi-on-ranks test-launched
 
 test-openmpi-on-ranks: $(call tested,.venv-openmpi)
 	@echo '== tests of communication, $(odd) ranks under Open MPI'
-	$(few) $(openmpi) $(odd) .venv-openmpi/bin/python -m pytest -p no:cacheprovider $(on_one_mpi:%=--ignore=%) $(PYTEST_ARGS) $(filter-out $(on_one_mpi),$(on_ranks))
+	$(few) $(uncompiled) $(openmpi) $(odd) .venv-openmpi/bin/python -m pytest -p no:cacheprovider $(on_one_mpi:%=--ignore=%) $(PYTEST_ARGS) $(filter-out $(on_one_mpi),$(on_ranks))
 
 test-launched: $(call tested,.venv-openmpi)
 	@echo '== tests of programs that are launched, under Open MPI'

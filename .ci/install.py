@@ -1,7 +1,8 @@
-"""Do what `pip install` does with the same arguments, in the environment of this interpreter: `python install.py ARGUMENT ...`.
+"""Do what `pip install` does with the same arguments, in the environment of this interpreter.
 
-By uv, which takes a fifth of pip's time, and links what another environment has. It does not read pip's settings, so
-that it is told them. Where it cannot be had, has no word for a setting, or fails, pip installs.
+By uv, which takes a third of pip's time, and links what another environment has. It does not read
+pip's settings, so it is told them. Where it cannot be had, has no word for a setting, or fails, pip
+installs.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def install(arguments: list[str]) -> int:
         settings = settings_of_pip()
         if not UV.exists():
             subprocess.run([*by_pip, "--quiet", "uv"], check=True)
-        by_uv = [UV, "pip", "install", "--python", sys.executable, *arguments]
+        by_uv = [str(UV), "pip", "install", "--python", sys.executable, *arguments]
         subprocess.run(by_uv, env=os.environ | settings, check=True)
     except (KeyError, OSError, subprocess.CalledProcessError) as error:
         print(f"by pip, since uv is not to be had: {error!r}", file=sys.stderr)
