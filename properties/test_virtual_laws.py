@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import suppress
-from copy import deepcopy
+from copy import copy, deepcopy
 from functools import partial
 from importlib import import_module
 from itertools import pairwise
@@ -117,20 +117,29 @@ class Recorded:
         return params
 
 
-@given(GRADIENTS)
-def test_virtual_ranks_update_as_ranks_do(training: Gradients) -> None:
-    def train(comm: Any, virtual: int | None) -> Any:
+@given(GRADIENTS, st.integers(0, 4))
+def test_virtual_ranks_update_as_ranks_do(training: Gradients, copied: int) -> None:
+    """So do those of a copy that is made in a round of the second step, and goes on with other gradients."""
+
+    def train(comm: Any, virtual: int | None, ranks: int) -> Any:
         recorded, params = Recorded(), training.zeros()
         options = {**training.options, "comm": comm, "virtual_ranks": virtual}
         optimizer = ac.DistributedOptimizer(recorded, **options)
+        twin, begins = None, copied % -(-training.virtual // ranks)
         for step in range(3):
-            for rank in played(comm, virtual):
+            for turn, rank in enumerate(played(comm, virtual)):
+                after = (turn if virtual else rank // ranks) >= begins
+                if step == 1 and twin is None and (after or not virtual):
+                    # Both have the same list of steps.
+                    twin = copy(optimizer)
                 optimizer.update(params, training.of(rank, step))
+                if twin is not None:
+                    twin.update(params, training.of(rank, step + 3 * after))
         return recorded._steps
 
-    expected = run(training.virtual, train, None)
     for ranks in range(1, training.virtual + 1):
-        assert run(ranks, train, training.virtual) == expected[:1] * ranks
+        expected = run(training.virtual, train, None, ranks)
+        assert run(ranks, train, training.virtual, ranks) == expected[:1] * ranks
 
 
 @given(GRADIENTS, st.booleans())

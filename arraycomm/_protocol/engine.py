@@ -20,7 +20,14 @@ from arraycomm._protocol.task import Task
 from arraycomm._protocol.waits import clock
 from arraycomm._protocol.waits.outcomes import Outcome, Outcomes
 from arraycomm._protocol.waits.progress import GLANCE, ProgressThread
-from arraycomm._protocol.waits.waiting import NAP, Watch, beside_own_work, done_after_all, wait_for
+from arraycomm._protocol.waits.waiting import (
+    NAP,
+    PATIENCE,
+    Watch,
+    beside_own_work,
+    done_after_all,
+    wait_for,
+)
 from arraycomm._transports.base import Handle, Steps
 from arraycomm._transports.control import ControlChannel
 
@@ -74,6 +81,8 @@ class Engine:
         # How often a wait for a task polls before it looks at the peers, and gives up the core.
         self._polls = max(2 * spins, 1)
         self.threaded = threaded
+        # Seconds for which a wait does not sleep.
+        self.patience = PATIENCE
         self._watch = watch
         self._after_wait = after_wait
         self._push_others, self._close = push_others, close
@@ -313,7 +322,7 @@ class Engine:
 
         done_here = done if self._has_thread() else done_or_pushed
         absent = partial(self._absent, handle)
-        wait_for(done_here, self._spins, watch_or_go_on, self._moved, absent)
+        wait_for(done_here, self._spins, watch_or_go_on, self._moved, absent, self.patience)
         self._after_wait()
 
     def _watch_call(self, waited: float, watch: Watch | None = None) -> None:

@@ -18,10 +18,11 @@ from arraycomm._cuda.device import DeviceRequest
 from arraycomm._cuda.devices import Devices
 from arraycomm._errors import CommunicatorClosedError
 from arraycomm._exit.exit import remove_root
+from arraycomm._launch.places import cores
 from arraycomm._protocol.agreement import leave_in_step, states_in_step
 from arraycomm._protocol.group import Group, Options
 from arraycomm._protocol.task import Task
-from arraycomm._protocol.waits.waiting import give_up_core
+from arraycomm._protocol.waits.waiting import NAP
 from arraycomm._transports.base import Steps, Transport
 from arraycomm._transports.notes import ENDED, FAILED, FINISHED
 
@@ -53,6 +54,12 @@ def communicator_over(transport: Transport, timeout: float | None) -> Communicat
     group = Group(transport, Options(timeout=timeout))
     request = DeviceRequest(local_rank=transport.local_rank)
     return Communicator(Runner(group, Devices(group, request)))
+
+
+def leave_cores(comm: Communicator) -> None:
+    """Have waits sleep at once if ranks outnumber the cores, of which polling would take one."""
+    if comm.local_size > cores():
+        group_of(comm).engine.patience = 0.0
 
 
 def split_transport(
@@ -258,7 +265,7 @@ class LastStep:
             leaves += _LEAVES
         while now < deadline and not all(group.engine.idle for group in self._related):
             self._advance()
-            give_up_core()
+            time.sleep(NAP)
             now = time.monotonic()
             if not together and all(task.finished for task in self._tasks):
                 # All ranks have left: what is still under way ends soon, or never.

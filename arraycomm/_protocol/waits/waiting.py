@@ -47,9 +47,11 @@ def wait_for(
     watch: Watch,
     moved: Callable[[], float] = lambda: 0.0,
     absent: Callable[[], bool] = lambda: False,
+    patience: float = PATIENCE,
 ) -> None:
     """Poll until `done`; `watch(seconds waited)` now and then, which may raise.
 
+    It polls for the seconds of `patience` before it sleeps between polls.
     `moved` tells when a part of what is waited for was last done: patience begins anew then.
     `absent` says whether ranks are waited for that have not called: no data moves, which might
     need more polls.
@@ -60,7 +62,7 @@ def wait_for(
     started = last = clock.now()
     still = polls = 0.0
     while not done():
-        if still < PATIENCE:
+        if still < patience:
             give_up_core()
             polls += 1
         else:

@@ -27,6 +27,7 @@ from arraycomm.testing._internals import (
     LastStep,
     communicator_over,
     completed_step,
+    leave_cores,
     left_behind,
     missing_ranks,
     unseen_error,
@@ -67,6 +68,7 @@ class Lockstep:
         self.usual = comm.size
         self.name = f"the processes of mpiexec -n {comm.size}"
         self._control = comm.dup(timeout=None, check=True)
+        leave_cores(self._control)
         self._links = RankLinks(self._control)
         self._met: set[str] = set()
         self._imported = {"numpy", "buffer", "dlpack"}
@@ -136,6 +138,7 @@ class Lockstep:
             self._let_go(None, example.size, ended)
             return None, ended
         comm = communicator_over(link, example.timeout)
+        leave_cores(comm)
         part = self._play(comm, example, test, draw)
         if isinstance(part.error, CommTimeoutError):
             # The other ranks that wait are to time out as well, and show where they wait.

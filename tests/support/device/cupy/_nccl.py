@@ -435,6 +435,9 @@ class Nccl(Library):
     ) -> int:
         kind = np.dtype(_DTYPES[dtype])
         nbytes = count * kind.itemsize
+        if 0 < abs(source - target) < nbytes:
+            # NCCL reduces in place, or into other memory.
+            return INVALID_ARGUMENT
 
         def finish(rows: list[bytes]) -> None:
             reduced = np.empty(count, kind)
