@@ -85,8 +85,6 @@ even := $(or $(RANKS),4)
 odd := $(or $(RANKS),3)
 # Settings of the launchers. Open MPI refuses root and more ranks than cores unless told otherwise.
 mpich := OMP_NUM_THREADS=1 .venv/bin/mpiexec -n
-# What imports torch's adapter would import torch's compiler, which takes longer; these tests compile nothing with it.
-uncompiled := PYTHONPATH=tests/support/start TESTS_COMPILE_TORCH=0
 # Under Open MPI everything runs in Python: each law holds with the native part and without it.
 in_python := ARRAYCOMM_NATIVE=0
 openmpi := $(in_python) OMP_NUM_THREADS=1 OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 \
@@ -177,7 +175,7 @@ test-software-device: $(call tested,.venv)
 
 test-mpich: $(call tested,.venv)
 	@echo '== tests of communication, $(even) ranks under MPICH'
-	$(few) $(uncompiled) $(mpich) $(even) .venv/bin/python -m pytest -p no:cacheprovider $(PYTEST_ARGS) $(on_ranks)
+	$(few) $(mpich) $(even) .venv/bin/python -m pytest -p no:cacheprovider $(PYTEST_ARGS) $(on_ranks)
 
 test-openmpi: test-openmpi-on-ranks test-launched
 

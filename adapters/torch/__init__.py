@@ -13,7 +13,7 @@ import torch
 
 from arraycomm import DistributedOptimizer, synchronize
 from arraycomm._calls.arguments import check_root
-from arraycomm._entries import opaque
+from arraycomm._entries import hide_from_torch, opaque
 from arraycomm.adapters.torch._backward import calls_under_way
 from arraycomm.adapters.torch._batchnorm import SyncBatchNorm, convert_sync_batchnorm
 from arraycomm.adapters.torch._collectives import (
@@ -442,3 +442,7 @@ def _copied(
     optimizer = make(*arguments)
     optimizer.__setstate__(state)
     return _hooked(optimizer, gradients.copy(), module, owners)
+
+
+# A communicator may have been made before.
+hide_from_torch()

@@ -10,22 +10,13 @@ import itertools
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final, ParamSpec, TypeVar
+from typing import Any, Final
 
 import torch
 
 import arraycomm as ac
-from arraycomm._entries import entry
+from arraycomm._entries import entry, opaque
 from arraycomm.adapters.torch._agreement import CallState, agree, raise_on_all
-
-P = ParamSpec("P")
-T = TypeVar("T")
-
-
-def outside_graphs(function: Callable[P, T]) -> Callable[P, T]:
-    """Have `torch.compile` call a function as it is, between two graphs."""
-    eager: Callable[P, T] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
-    return eager
 
 
 def _is_linear(op: Any) -> bool:
@@ -217,7 +208,7 @@ def _call_with_op(
     return collective.run(comm, x)
 
 
-@outside_graphs
+@opaque
 def allreduce(
     x: torch.Tensor, op: Any = "sum", *, comm: ac.Communicator | None = None
 ) -> torch.Tensor:
@@ -257,7 +248,7 @@ def allreduce(
     return _call_with_op(_allreduce(op), x, op, comm)
 
 
-@outside_graphs
+@opaque
 def allgather(x: torch.Tensor, *, comm: ac.Communicator | None = None) -> torch.Tensor:
     """Stack all ranks' tensors, differentiably; every rank gets the result.
 
@@ -282,7 +273,7 @@ def allgather(x: torch.Tensor, *, comm: ac.Communicator | None = None) -> torch.
     return call(gathering(), _checked(x, "allgather", comm), comm)
 
 
-@outside_graphs
+@opaque
 def reduce_scatter(
     x: torch.Tensor, op: Any = "sum", *, comm: ac.Communicator | None = None
 ) -> torch.Tensor:
@@ -310,7 +301,7 @@ def reduce_scatter(
     return _call_with_op(_reduce_scatter(op), x, op, comm)
 
 
-@outside_graphs
+@opaque
 def alltoall(x: torch.Tensor, *, comm: ac.Communicator | None = None) -> torch.Tensor:
     """Send row r to rank r, and get a row from each, differentiably.
 
@@ -335,7 +326,7 @@ def alltoall(x: torch.Tensor, *, comm: ac.Communicator | None = None) -> torch.T
     return call(_alltoall(), _checked(x, "alltoall", comm), comm)
 
 
-@outside_graphs
+@opaque
 def bcast(
     x: torch.Tensor | None = None,
     root: int = 0,
