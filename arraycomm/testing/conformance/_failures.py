@@ -101,11 +101,26 @@ _WRONG_ARGUMENTS: Final[dict[str, tuple[type[Exception], _Call]]] = {
 }
 
 
-_TREES: Final[dict[str, Callable[..., Any]]] = {
-    "synchronize": synchronize,
-    "allreduce_tree": allreduce_tree,
-    "allreduce_gradients": allreduce_gradients,
-}
+def calls_that_wait(comm: Communicator) -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
+    """Return all collectives, and what is made of these, with arguments that all ranks may pass."""
+    x = np.ones((comm.size, 2))
+    arguments = {
+        **arguments_of_collectives(comm, x, "sum", 0),
+        "barrier": (),
+        "bcast_object": (1, 0),
+        "allgather_object": (1,),
+        "gather_object": (1, 0),
+        "maxloc": (x,),
+        "minloc": (x,),
+        "plan": ([x],),
+        "synchronize": ([x],),
+        "allreduce_tree": ([x],),
+        "allreduce_gradients": ([x],),
+    }
+    trees = (synchronize, allreduce_tree, allreduce_gradients)
+    calls = {each.__name__: partial(each, comm=comm) for each in trees if not missing(comm, each)}
+    calls |= {name: getattr(comm, name) for name in arguments if hasattr(comm, name)}
+    return {name: (call, arguments[name]) for name, call in calls.items()}
 
 
 class FailureLaws:
@@ -194,27 +209,11 @@ class FailureLaws:
         """A wait has a limit, its call's before the communicator's; the error names the rank."""
         part = comm.dup(timeout=60.0 if how == "call" else 0.05)
         limit = 0.05 if how == "call" else None
-        x = np.ones((comm.size, 2))
-        # The arguments of all collectives, and of what is made of these.
-        calls = {
-            **arguments_of_collectives(part, x, "sum", 0),
-            "barrier": (),
-            "bcast_object": (1, 0),
-            "allgather_object": (1,),
-            "gather_object": (1, 0),
-            "maxloc": (x,),
-            "minloc": (x,),
-            "plan": ([x],),
-            "synchronize": ([x],),
-            "allreduce_tree": ([x],),
-            "allreduce_gradients": ([x],),
-        }
-        known = [name for name in calls if hasattr(part, name) or not missing(part, _TREES[name])]
-        name = sorted(known)[which % len(known)]
-        call = getattr(part, name, None) or partial(_TREES[name], comm=part)
+        calls = calls_that_wait(part)
+        call, arguments = calls[sorted(calls)[which % len(calls)]]
         if comm.rank != culprit:
             with raises(CommTimeoutError) as caught:
-                call(*calls[name], timeout=limit)
+                call(*arguments, timeout=limit)
             # Between nodes others may not be known to have come either.
             named = re.findall(r"rank (\d+) is missing", str(caught[0]))
             assert str(culprit) in named, caught[0]
