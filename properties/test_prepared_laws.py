@@ -111,7 +111,9 @@ def test_objects_that_repeat_arrive_equal(comm, turns, root) -> None:
         everyones = list(turn.value)
         local = everyones[comm.rank]
         for _ in range(2):
-            assert comm.bcast_object(local, root) == everyones[root]
+            got = comm.bcast_object(local, root)
+            assert got == everyones[root]
+            assert got is not local or type(local) is not dict
             assert comm.allgather_object(local) == everyones
             at_root = comm.gather_object(local, root)
             assert at_root == (everyones if comm.rank == root else None)

@@ -5,10 +5,10 @@ import threading
 import numpy as np
 import pytest
 
-from arraycomm._folds import fold, fold_on, goes_on, total_dtype
+from arraycomm._folds import fold, fold_on
 from arraycomm._folds.float16 import round_to_half, widen_half
 from arraycomm._folds.ieee import ieee_mode, in_ieee_mode
-from tests.support.oracle import CASES, IDS, same_result, sample
+from tests.support.oracle import CASES, IDS, sample
 
 
 @pytest.mark.parametrize("which", ["all", "finite"])
@@ -56,23 +56,6 @@ def test_rows_of_one_array_are_folded_as_others(dtype, op) -> None:
         fold(op, dtype, block, one)
         fold(op, dtype, list(block), other)
         assert one.tobytes() == other.tobytes()
-
-
-@pytest.mark.parametrize(("dtype", "op"), [case for case in CASES if goes_on(case[1])], ids=str)
-def test_a_fold_in_parts_has_the_bits_of_the_whole(dtype, op) -> None:
-    """Each part goes on from the total of those before; of none of a part's rows, one or several."""
-    for parts, count in (((1,), 1), ((1, 1), 0), ((2, 1, 3), 9_001), ((9, 8), 1)):
-        arrays = [sample(dtype, count, rank, op) for rank in range(sum(parts))]
-        whole, result = np.empty(count, dtype), np.empty(count, dtype)
-        fold(op, dtype, arrays, whole)
-        total, before = None, 0
-        for number, length in enumerate(parts, 1):
-            more = number < len(parts)
-            out = np.empty(count, total_dtype(dtype)) if more else result
-            rows = arrays[before : before + length]
-            fold_on(op, dtype, total, before, rows, out, more=more)
-            total, before = out, before + length
-        assert same_result(result, whole, op)
 
 
 def test_an_exact_sum_has_no_parts() -> None:

@@ -66,6 +66,7 @@ BOOLS: dict[str, Call] = {
 SECONDS: dict[str, Call] = {
     "barrier": lambda c, s: c.barrier(timeout=s),
     "wait": lambda c, s: c.iallreduce(X).wait(timeout=s).sum(),
+    "waitany": lambda c, s: ac.waitany([c.iallreduce(X)], timeout=s)[1].sum(),
     "run": lambda c, s: run_threads(1, lambda _: 3, timeout=s),
     "given": lambda c, s: callable(given(timeout=s)),
     "split": lambda c, s: Options(timeout=s),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import ml_dtypes
 import numpy as np
 import pytest
@@ -11,14 +9,6 @@ import pytest
 import arraycomm as ac
 from arraycomm._communicator import Communicator
 from tests.support.on_ranks import each_rank_of
-from tests.support.oracle import sample
-
-Array = np.ndarray[Any, Any]
-
-
-def _values(shape: tuple[int, ...], rank: int) -> Array:
-    return sample(np.dtype(np.float32), int(np.prod(shape)), rank).reshape(shape)
-
 
 MOVED = [
     np.array([(1, 2.5), (3, 4.5)], [("a", "i4"), ("b", "f8")]),

@@ -224,10 +224,6 @@ def test_wrong_source_is_raised_once_the_other_half_is_done(comm: Communicator) 
 WIDE = np.dtype([(f"field{k}", "f4") for k in range(8000)])
 
 WRONG_ARRAYS: dict[str, tuple[type[Exception], Any]] = {
-    "list": (TypeError, [1, 2]),
-    "string": (TypeError, "no"),
-    "None": (TypeError, None),
-    "object dtype": (TypeError, np.array([{}])),
     "big integer": (OverflowError, 2**70),
     "description too long": (TypeError, np.zeros(2, WIDE)),
     "nothing in it": (TypeError, np.zeros(2, [])),
@@ -597,20 +593,6 @@ def test_request_says_where_it_was_made(comm: Communicator) -> None:
     request.wait()
     assert repr(request).startswith("<Request made at test_messages.py:")
     assert "finished" in repr(request)
-
-
-@each_rank_of(2)
-def test_stats_count_messages(comm: Communicator) -> None:
-    right, left = _ring(comm)
-    comm.sendrecv(np.ones((4, 5))[:, ::2], right, left)
-    receiving = comm.irecv(left)
-    comm.isend(np.ones(3, np.float32), right).wait()
-    receiving.wait()
-    stats = comm.stats()
-    assert (stats["send"]["calls"], stats["recv"]["calls"]) == (2, 2)
-    assert stats["send"]["bytes"] == 4 * 3 * 8 + 3 * 4
-    assert stats["send"]["copies"] == 1
-    assert stats["recv"]["seconds"] > 0
 
 
 @each_rank_of(3)

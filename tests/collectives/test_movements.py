@@ -53,3 +53,4 @@ def test_statistics_count_the_bytes_that_were_passed(comm: Communicator) -> None
         numbers = comm.stats()[name]
         nbytes = 0 if passed is None else x.nbytes
         assert (numbers["calls"], numbers["bytes"]) == (2, 2 * nbytes), name
+        assert numbers["seconds"] > 0

@@ -12,36 +12,6 @@ from arraycomm._communicator import Communicator
 from tests.support.on_ranks import each_rank_of
 
 
-@each_rank_of("few")
-def test_objects_of_many_bytes_come_back_as_copies(comm: Communicator) -> None:
-    objects = ["x" * (3_000_000 if r == comm.size - 1 else r) for r in range(comm.size)]
-    assert comm.allgather_object(objects[comm.rank]) == objects
-    for root in range(comm.size):
-        sent = [objects[root]] if comm.rank == root else None
-        got = comm.bcast_object(sent, root)
-        assert got == [objects[root]]
-        assert got is not sent
-        gathered = comm.gather_object(objects[comm.rank], root)
-        assert gathered == (objects if comm.rank == root else None)
-
-
-@each_rank_of("few")
-def test_statistics_count_calls_bytes_and_copies(comm: Communicator) -> None:
-    # Larger than what travels with a header.
-    x = np.ones((200, 200))
-    comm.allreduce(x)
-    comm.allreduce(x.T)
-    comm.allreduce(x[:1, :3].copy())
-    comm.allreduce(x[:1, :3].copy())
-    numbers = comm.stats()["allreduce"]
-    assert numbers["calls"] == 4
-    assert numbers["bytes"] == 2 * x.nbytes + 48
-    assert numbers["copies"] == 1
-    assert numbers["seconds"] > 0
-    ac.println("x", comm=comm)
-    assert comm.stats()["println"]["calls"] == 1
-
-
 def test_figures_can_be_read_while_another_thread_counts() -> None:
     class Numbers(list[float]):
         def __iter__(self) -> Iterator[float]:
@@ -152,16 +122,3 @@ def test_tensors_that_torch_cannot_unpickle(comm: Communicator, name, torch) -> 
         assert first.dtype == tensor.dtype
         assert first.float().tolist() == tensor.float().tolist()
         assert first is second
-
-
-def test_lines_are_printed_by_rounds_and_ranks(on_ranks, few, capsys) -> None:
-    def check(comm: Communicator) -> None:
-        for number in range(50):
-            ac.println("round", number, "x" * comm.rank, comm=comm)
-
-    on_ranks(few, check)
-    # Under MPI rank 0 alone has them.
-    lines = [line.split(" ", 1)[1] for line in capsys.readouterr().out.splitlines()]
-    if lines:
-        texts = [f"[{r}/{few}] round {n} {'x' * r}" for n in range(50) for r in range(few)]
-        assert lines == texts

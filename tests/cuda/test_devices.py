@@ -249,34 +249,6 @@ def _then_barrier(comm: Communicator, call: Any) -> None:
     comm.barrier()
 
 
-@each_rank_of("several", by="on_devices")
-def test_mismatch_of_a_call_that_went_ahead_is_raised_by_the_next(comm, cuda) -> None:
-    comm.allreduce(_there(np.ones(5, "float32")))
-    aborted = _note_aborts(comm)
-    x = _there(np.ones(5 + comm.rank % 2, "float32"))
-    with pytest.raises(ac.MismatchError, match=r"allreduce\(sum\) float32 \(6,\) at test_dev"):
-        _then_barrier(comm, lambda: comm.allreduce(x))
-    with pytest.raises(ac.CommunicatorClosedError, match="MismatchError"):
-        comm.barrier()
-    assert aborted
-
-
-@each_rank_of("several", by="on_devices")
-def test_wrong_argument_ends_what_others_have_put_on_their_devices(comm, cuda) -> None:
-    x = _there(np.ones(5, "float32"))
-    comm.allreduce(x)
-    aborted = _note_aborts(comm)
-    if comm.rank == 0:
-        with pytest.raises(TypeError, match="allreduce: x must be an array"):
-            comm.allreduce("no array")
-        with pytest.raises(ac.ArrayCommError, match="rank"):
-            comm.barrier()
-    else:
-        with pytest.raises(ac.PeerError, match="rank"):
-            _then_barrier(comm, lambda: comm.allreduce(x))
-    assert comm.rank == 0 or aborted
-
-
 # Over MPI other ranks would wait for the data of one that is given up.
 @alone
 @pytest.mark.parametrize("within", [False, True], ids=["while nothing is called", "within a call"])

@@ -91,19 +91,6 @@ def test_a_small_tree_costs_one_header(comm: Communicator) -> None:
     assert internals.steps(comm) - before == 1
 
 
-@pytest.mark.parametrize("scale", SCALES)
-@each_rank_of("few")
-def test_results_share_memory_with_nobody(comm: Communicator, scale) -> None:
-    tree = [np.ones(n * scale) for n in (1, 10)]
-    plan, other = comm.plan(tree), comm.plan(tree)
-    results = [call(tree) for call in (plan, other, plan, plan, other)]
-    leaves = [leaf for result in results for leaf in result]
-    for number, leaf in enumerate(leaves):
-        leaf[...] = 7
-        for another in (*leaves[number + 1 :], *tree):
-            assert (another == 1).all()
-
-
 @pytest.mark.parametrize("framework", ["numpy", "torch", "jax"])
 @each_rank_of("few")
 def test_a_leaf_that_is_still_used_keeps_its_values(comm: Communicator, framework) -> None:
