@@ -162,13 +162,17 @@ def test_results_go_to_leaves_and_to_the_buffer_as_the_parts_say() -> None:
         {"streams": b"\0\0\0"},
         {"chunk": 128, "segment": np.zeros(7 * 128, np.uint8)},
         {"chunk": 32},
+        {"chunk": 60},
         {"turn": -1},
     ],
     ids=str,
 )
-def test_trees_do_not_go_through_a_segment_of_other_chunks(changes) -> None:
-    """What segments have to be is tested beside them."""
-    held = compiled.hold(np.ndarray, [np.arange(26, dtype=_FLOAT)], (_FLOAT,), ((26,),))
+def test_chunks_are_those_of_the_array_and_of_the_tree(changes) -> None:
+    """What segments have to be besides is tested beside them."""
+    x, sums = np.arange(26, dtype=_FLOAT), number_of("sum", _FLOAT)
+    held = compiled.hold(np.ndarray, [x], (_FLOAT,), ((26,),))
+    with pytest.raises(ValueError, match="not as the segment has them"):
+        compiled.reduce_chunks(_place(**changes), x.view(np.uint8), sums)
     with pytest.raises(ValueError, match="not as the segment has them"):
         held.reduce(_place(**changes), _summed(_TREE), _PARTS, _CHUNK, 104)
 
