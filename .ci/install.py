@@ -26,15 +26,18 @@ WORDS: Final = {
 }
 # Which say nothing of what is installed, and from where.
 OTHERS: Final = {
-    *("cache-dir", "default-timeout", "disable-pip-version-check", "no-color", "no-input"),
-    *("progress-bar", "quiet", "retries", "root-user-action", "timeout", "verbose"),
+    *("cache-dir", "config-file", "default-timeout", "disable-pip-version-check", "no-color"),
+    *("no-input", "progress-bar", "quiet", "retries", "root-user-action", "timeout", "verbose"),
 }
 
 
 def settings_of_pip() -> dict[str, str]:
     """Return pip's settings as uv's; KeyError is for one that uv does not know."""
     said = subprocess.run([*PIP, "config", "list"], capture_output=True, text=True, check=True)
-    given = [line.partition("=") for line in said.stdout.splitlines()]
+    # As for pip, a variable counts more than a file; what another command is told does not count.
+    sections = ("global.", "install.", ":env:.")
+    lines = [line for of in sections for line in said.stdout.splitlines() if line.startswith(of)]
+    given = [line.partition("=") for line in lines]
     named = {name.rpartition(".")[2]: ast.literal_eval(value) for name, _, value in given}
     told = {WORDS[name]: value for name, value in named.items() if name not in OTHERS}
     # As pip does, take the best version that any index has.

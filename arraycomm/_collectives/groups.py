@@ -27,7 +27,7 @@ from arraycomm._errors import BackendUnavailableError, CommunicatorClosedError
 from arraycomm._protocol.agreement import Agreement
 from arraycomm._protocol.group import Child, Group, Options
 from arraycomm._protocol.header import Signature
-from arraycomm._transports.base import Bytes, Handle, Steps
+from arraycomm._transports.base import Bytes
 
 _COLOR_AND_KEY: Final = struct.Struct("<?qq")
 # Bytes that MPI and what ranks share may take for a communicator.
@@ -339,9 +339,7 @@ def _open(
         # Nothing can interrupt MPI's part in this, so no rank goes there unless all will.
         _let_go(group, runner.call(Confirm))
         with group.turn():
-            transport = group.transport.split(
-                number, members, lambda handle: group.engine.run(group.guarded(_through(handle)))
-            )
+            transport = group.transport.split(number, members, group.wait)
         made = (
             None if transport is None else _child(group, Group(transport, options, name), members)
         )
@@ -358,10 +356,6 @@ def _open(
     opened = Runner(made, placements)
     child.user = weakref.ref(opened)
     return opened
-
-
-def _through(handle: Handle) -> Steps:
-    yield handle
 
 
 def _child(group: Group, made: Group, members: list[int]) -> Group:

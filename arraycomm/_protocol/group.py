@@ -23,7 +23,7 @@ from arraycomm._protocol.engine import Engine
 from arraycomm._protocol.task import without_traceback
 from arraycomm._protocol.waits.deadlock import Counts, DeadlockWatch, Wait
 from arraycomm._protocol.waits.watchdog import LAST_MESSAGE, Watchdog
-from arraycomm._transports.base import Steps, Transport
+from arraycomm._transports.base import Handle, Steps, Transport
 from arraycomm._transports.notes import FAILED, GAVE_UP
 
 
@@ -142,6 +142,14 @@ class Group:
         """Run steps as one call, in this thread."""
         with self.turn():
             return self.engine.run(self.guarded(steps))
+
+    def wait(self, handle: Handle) -> None:
+        """Wait for a handle as a call does: a rank that leaves or the timeout closes the group."""
+
+        def steps() -> Steps:
+            yield handle
+
+        self.engine.run(self.guarded(steps()))
 
     def guarded(self, steps: Steps, *, deferred: bool = False) -> Steps:
         """Close the group if steps fail in a way that leaves ranks out of step.

@@ -16,6 +16,7 @@ from arraycomm._arrays.results import to_framework
 from arraycomm._arrays.views import view
 from arraycomm._calls.attempts import take_together
 from arraycomm._calls.operation import Context, Operation
+from arraycomm._checks import check_at_least
 from arraycomm._dtypes import DType, check_op
 from arraycomm._folds import divide, total_dtype
 from arraycomm._protocol.agreement import Agreement, active
@@ -140,7 +141,7 @@ class WeightedGradients(Operation):
         self._leaves = Leaves(flatten(tree), partial(_weighted_view, factor=self._factor))
         self._leaves.check_reducible(op)
         settings = (
-            *settings_of(bucket_bytes, compression),
+            *settings_of(check_at_least(bucket_bytes, 1, "bucket_bytes"), compression),
             *self._leaves.flat.settings(alone=self.group.size == 1),
             ("joined", 1),
             ("optimizer", optimizer),

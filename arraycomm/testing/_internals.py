@@ -66,7 +66,8 @@ def split_transport(
     comm: Communicator, color: int | None, members: Sequence[int]
 ) -> Transport | None:
     """Return a transport of the ranks of one color, and None without a color; collective."""
-    return group_of(comm).transport.split(color, members)
+    group = group_of(comm)
+    return group.transport.split(color, members, group.wait)
 
 
 def bcast_from_root(comm: Communicator, produce: Callable[[], Any], label: str | None) -> Any:

@@ -29,11 +29,17 @@ def optimizer(name: str) -> Call:
     return make
 
 
+def joined(c: Communicator, value: Any) -> Any:
+    with ac.join(comm=c):
+        return ac.allreduce_gradients([X], comm=c, bucket_bytes=value)
+
+
 INTEGERS: dict[str, Call] = {
     **{name: optimizer(name) for name in ("bucket_bytes", "accumulate", "verify_every")},
     "virtual_ranks": lambda c, n: optimizer("virtual_ranks")(c.split(c.rank), n),
     "tree": lambda c, n: ac.allreduce_tree(X, comm=c, bucket_bytes=n),
     "gradients": lambda c, n: ac.allreduce_gradients([X], comm=c, bucket_bytes=n),
+    "join": joined,
     "bcast": lambda c, n: c.bcast(X, root=n),
     "synchronize": lambda c, n: ac.synchronize(X, comm=c, root=n),
     "send": lambda c, n: c.sendrecv(X, ac.PROC_NULL, ac.PROC_NULL, tag=n),
