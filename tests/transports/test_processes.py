@@ -25,6 +25,7 @@ from arraycomm._transports.processes import transport as processes
 from arraycomm._transports.processes.rings import Ring
 from arraycomm._transports.processes.transport import ProcessesTransport, meet, memory_bytes
 from arraycomm._transports.shared_files import open_path, share_file, share_opened
+from arraycomm.testing._ranks.rank_links import RankLinks
 from properties.test_giving_up_laws import over_rings
 from tests.support import internals
 from tests.support.on_ranks import alone
@@ -229,6 +230,23 @@ def test_a_group_is_not_made_with_a_rank_that_leaves_or_stops_before(leaves: boo
 
     with ThreadPoolExecutor(2) as ranks:
         list(ranks.map(split, over_rings(2)))
+
+
+def test_tests_make_no_transport_with_a_rank_that_has_left() -> None:
+    both = threading.Barrier(2)
+
+    def make(transport: ProcessesTransport) -> None:
+        comm = internals.communicator(transport, timeout=None)
+        comm.barrier()
+        both.wait(20)
+        if comm.rank:
+            transport.control.notes.announce_exit(FAILED, 0, "it was killed")
+            return
+        with pytest.raises(ac.PeerError, match="rank 1"):
+            RankLinks(comm).of(2)
+
+    with ThreadPoolExecutor(2) as ranks:
+        list(ranks.map(make, over_rings(2)))
 
 
 def test_memory_of_another_user_is_not_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
