@@ -201,8 +201,11 @@ def test_a_group_is_made_by_names_if_its_first_rank_is_not_seen(
         assert all("common" in said or "have the same one" in said for said in (alone, *others))
 
 
+@pytest.mark.parametrize(
+    "make", [lambda comm: comm.split(0), lambda comm: (comm.barrier(), RankLinks(comm).of(2))]
+)
 @pytest.mark.parametrize("leaves", [True, False])
-def test_a_group_is_not_made_with_a_rank_that_leaves_or_stops_before(leaves: bool) -> None:
+def test_a_group_is_not_made_with_a_rank_that_leaves_or_stops_before(leaves: bool, make) -> None:
     """It has confirmed that it is about to make it: as if it was killed or stopped since."""
     over = threading.Event()
 
@@ -215,14 +218,14 @@ def test_a_group_is_not_made_with_a_rank_that_leaves_or_stops_before(leaves: boo
         comm = internals.communicator(transport, timeout=0.5)
         if comm.rank:
             transport.split = lambda *_: stop(transport)
-            comm.split(0)
+            make(comm)
             return
         try:
             kind, said = (
                 (ac.PeerError, "rank 1") if leaves else (ac.CommTimeoutError, "waited 0.5 s")
             )
             with pytest.raises(kind, match=said):
-                comm.split(0)
+                make(comm)
             with pytest.raises(ac.CommunicatorClosedError):
                 comm.barrier()
         finally:
@@ -230,23 +233,6 @@ def test_a_group_is_not_made_with_a_rank_that_leaves_or_stops_before(leaves: boo
 
     with ThreadPoolExecutor(2) as ranks:
         list(ranks.map(split, over_rings(2)))
-
-
-def test_tests_make_no_transport_with_a_rank_that_has_left() -> None:
-    both = threading.Barrier(2)
-
-    def make(transport: ProcessesTransport) -> None:
-        comm = internals.communicator(transport, timeout=None)
-        comm.barrier()
-        both.wait(20)
-        if comm.rank:
-            transport.control.notes.announce_exit(FAILED, 0, "it was killed")
-            return
-        with pytest.raises(ac.PeerError, match="rank 1"):
-            RankLinks(comm).of(2)
-
-    with ThreadPoolExecutor(2) as ranks:
-        list(ranks.map(make, over_rings(2)))
 
 
 def test_memory_of_another_user_is_not_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
