@@ -91,6 +91,11 @@ def leave_to_python(function: F) -> F:
     return function
 
 
+def can_be_hidden() -> bool:
+    """Return whether torch has been imported, and can be told of code; before 2.7 it cannot."""
+    return hasattr(sys.modules.get("torch._C._dynamo.eval_frame"), "set_code_exec_strategy")
+
+
 def hide_from_torch() -> None:
     """Keep `torch.compile` from compiling the library's functions when they are called.
 
@@ -98,9 +103,9 @@ def hide_from_torch() -> None:
     done.
     """
     dynamo: Any = sys.modules.get("torch._C._dynamo.eval_frame")
-    set_strategy = getattr(dynamo, "set_code_exec_strategy", None)
-    if set_strategy is None:
+    if not can_be_hidden():
         return
+    set_strategy = dynamo.set_code_exec_strategy
     skip = vars(dynamo)["_FrameAction"].SKIP
     strategy = vars(dynamo)["_FrameExecStrategy"](skip, skip)
     while _codes:

@@ -14,7 +14,7 @@ import arraycomm as ac
 from arraycomm._entries import entry
 from arraycomm._training.gradients import registry_of
 from arraycomm.adapters.torch._agreement import CallState, agree, raise_on_all
-from arraycomm.adapters.torch._collectives import gathering, record
+from arraycomm.adapters.torch._collectives import gathering, outside_graphs, record
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -75,6 +75,7 @@ class SyncBatchNorm(_BatchNorm):
             normalized = normalized + self.bias.view(shape)
         return normalized.to(input.dtype)
 
+    @outside_graphs
     @entry
     def _statistics(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return mean and variance of each channel, and update the running ones."""

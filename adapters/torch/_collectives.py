@@ -10,13 +10,24 @@ import itertools
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 
 import arraycomm as ac
-from arraycomm._entries import entry, opaque
+from arraycomm._entries import can_be_hidden, entry, opaque
 from arraycomm.adapters.torch._agreement import CallState, agree, raise_on_all
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def outside_graphs(function: F) -> F:
+    """Have `torch.compile` call a function as it is, between two graphs."""
+    if can_be_hidden():
+        return opaque(function)
+    # This imports torch's compiler, which takes as long as torch.
+    eager: F = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    return eager
 
 
 def _is_linear(op: Any) -> bool:
@@ -208,7 +219,7 @@ def _call_with_op(
     return collective.run(comm, x)
 
 
-@opaque
+@outside_graphs
 def allreduce(
     x: torch.Tensor, op: Any = "sum", *, comm: ac.Communicator | None = None
 ) -> torch.Tensor:
@@ -248,7 +259,7 @@ def allreduce(
     return _call_with_op(_allreduce(op), x, op, comm)
 
 
-@opaque
+@outside_graphs
 def allgather(x: torch.Tensor, *, comm: ac.Communicator | None = None) -> torch.Tensor:
     """Stack all ranks' tensors, differentiably; every rank gets the result.
 
@@ -273,7 +284,7 @@ def allgather(x: torch.Tensor, *, comm: ac.Communicator | None = None) -> torch.
     return call(gathering(), _checked(x, "allgather", comm), comm)
 
 
-@opaque
+@outside_graphs
 def reduce_scatter(
     x: torch.Tensor, op: Any = "sum", *, comm: ac.Communicator | None = None
 ) -> torch.Tensor:
@@ -301,7 +312,7 @@ def reduce_scatter(
     return _call_with_op(_reduce_scatter(op), x, op, comm)
 
 
-@opaque
+@outside_graphs
 def alltoall(x: torch.Tensor, *, comm: ac.Communicator | None = None) -> torch.Tensor:
     """Send row r to rank r, and get a row from each, differentiably.
 
@@ -326,7 +337,7 @@ def alltoall(x: torch.Tensor, *, comm: ac.Communicator | None = None) -> torch.T
     return call(_alltoall(), _checked(x, "alltoall", comm), comm)
 
 
-@opaque
+@outside_graphs
 def bcast(
     x: torch.Tensor | None = None,
     root: int = 0,

@@ -14,6 +14,7 @@ from arraycomm._communicator import Communicator
 from tests.support.on_ranks import each_rank_of
 
 torch = pytest.importorskip("torch")
+calls = pytest.importorskip("arraycomm.adapters.torch._collectives")
 
 # Torch's own, on its import.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -126,3 +127,12 @@ def _assert_only_the_test_was_compiled(files: list[str]) -> None:
     ours = (package + os.sep, os.path.join(os.path.dirname(package), "adapters") + os.sep)
     assert __file__ in files
     assert not [file for file in files if file.startswith(ours)]
+
+
+def test_adapter_is_left_out_of_graphs_by_a_torch_that_cannot_be_told_of_code(
+    compiled_files: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calls, "can_be_hidden", lambda: False)
+    double = calls.outside_graphs(lambda x: np.asarray(x * 2))
+    torch.compile(lambda x: (double(x), x)[0], backend="eager")(torch.ones(3))
+    assert len(compiled_files) == 1
