@@ -628,10 +628,10 @@ def test_inside_join_ranks_take_the_steps_of_the_others(
     def train(comm: ac.Communicator) -> list[Any]:
         parameters = made(3)
         plain = KINDS[kind](parameters[:first])
+        schedule = torch.optim.lr_scheduler.ExponentialLR(plain, 0.5)
         optimizer = ac.DistributedOptimizer(plain, comm=comm, op=op, shard=shard)
         if parameters[first:]:
             optimizer.add_param_group({"params": parameters[first:]})
-        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
         with ac.join(comm) as joined:
             for step, share in enumerate(shares[comm.rank]):
                 joined.weight = share.weight

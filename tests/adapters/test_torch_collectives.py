@@ -66,22 +66,6 @@ def gradient(loss: Objective, x: Tensor, **options: Any) -> Tensor:
 DIFFERENCES = ((1, 1 / 2), (-1, -1 / 2))
 
 
-def differences(comm: ac.Communicator, loss: Objective, x: Tensor) -> Tensor:
-    """Return the derivatives of the sum of all ranks' losses by the elements of this rank."""
-    found = torch.zeros_like(x)
-    for rank in range(comm.size):
-        for index in range(x.numel()):
-            total = 0.0
-            for step, factor in DIFFERENCES:
-                moved = x.clone()
-                if comm.rank == rank:
-                    moved.view(-1)[index] += step
-                total += factor * float(comm.allreduce(loss(moved).detach()))
-            if comm.rank == rank:
-                found.view(-1)[index] = total
-    return found
-
-
 def change(function: Objective, x: Tensor, along: Tensor) -> Tensor:
     """Return how a result of this rank changes if the tensors of all ranks do."""
     total: Tensor = sum(factor * function(x + step * along) for step, factor in DIFFERENCES)
@@ -91,22 +75,6 @@ def change(function: Objective, x: Tensor, along: Tensor) -> Tensor:
 def assert_close(got: Tensor, expected: Tensor) -> None:
     # Some hundred operations on numbers below 1e3.
     torch.testing.assert_close(got, expected, rtol=0, atol=1e5 * torch.finfo(torch.float64).eps)
-
-
-@every_case
-@each_rank_of("few")
-def test_gradients_and_theirs_are_those_of_the_sum_of_all_losses(
-    comm: ac.Communicator, case: Case
-) -> None:
-    x = draw(100 + comm.rank, case.shape(comm.size))
-    loss, along = objective(case, comm), draw(200 + comm.rank, case.shape(comm.size))
-
-    def slope(x: Tensor) -> Tensor:
-        x = x.detach().requires_grad_() if not x.requires_grad else x
-        return (along * gradient(loss, x, create_graph=True)).sum()
-
-    for function in (loss, slope):
-        assert_close(gradient(function, x), differences(comm, function, x))
 
 
 @every_case

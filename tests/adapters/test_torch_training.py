@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext, suppress
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +13,6 @@ import pytest
 import arraycomm as ac
 from arraycomm._training import rounds
 from arraycomm.testing import run
-from tests.adapters.gradients import gradients, reduced
 from tests.support.on_ranks import each_rank_of
 
 torch = pytest.importorskip("torch")
@@ -21,7 +20,6 @@ slots = pytest.importorskip("arraycomm.adapters.torch._slots")
 
 from arraycomm.adapters.torch import _hooks as _torch_hooks  # noqa: E402
 from arraycomm.adapters.torch import no_sync  # noqa: E402
-from properties.test_torch_laws import Broken  # noqa: E402
 
 STEPS, SAMPLES, INPUTS = 4, 6, 5
 SLACK = 1000 * np.finfo(np.float64).eps
@@ -30,7 +28,6 @@ SLACK = 1000 * np.finfo(np.float64).eps
 # Loops, beside what the laws draw: each trains on batches with an optimizer, as in one process
 
 Batch = tuple[Any, Any]
-Loop = Callable[[Any, Any, Iterator[Batch]], None]
 
 
 def made() -> Any:
@@ -75,23 +72,12 @@ def scaling(model: Any, optimizer: Any, batches: Iterator[Batch]) -> None:
         scaler.update()
 
 
-def by_two(model: Any, optimizer: Any, batches: Iterator[Batch]) -> None:
-    """A second optimizer, over some of the parameters, takes every step too."""
-    second = torch.optim.SGD(model[0].parameters(), lr=0.05)
-    if hasattr(optimizer, "_is_distributed"):
-        ac.DistributedOptimizer(second, comm=optimizer._is_distributed)
-    for each in batches:
-        take(model, optimizer, each)
-        second.step()
-
-
 def adamw(model: Any, comm: ac.Communicator | None = None) -> Any:
     # With an epsilon so large that the size of the gradients matters, not their sign alone.
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, eps=0.1, weight_decay=0.1)
     if comm is not None:
         # Small buckets are reduced one by one while the backward pass goes on.
         ac.DistributedOptimizer(optimizer, comm=comm, bucket_bytes=100, shard=comm.size == 3)
-        optimizer._is_distributed = comm
     return optimizer
 
 
@@ -99,26 +85,26 @@ def values(model: Any) -> list[Any]:
     return [parameter.detach().numpy() for parameter in model.parameters()]
 
 
-def train(comm: ac.Communicator, loop: Loop, count: int = STEPS) -> list[Any]:
+def train(comm: ac.Communicator, count: int = STEPS) -> list[Any]:
     """Train on this rank's batches, inside `join` if there are not as many on every rank."""
     model = made()
-    optimizer, infinite = adamw(model, comm), loop is scaling
+    optimizer = adamw(model, comm)
     with nullcontext() if count == STEPS else ac.join(comm):
-        loop(model, optimizer, (batch(comm.rank, s, infinite=infinite) for s in range(count)))
+        scaling(model, optimizer, (batch(comm.rank, s, infinite=True) for s in range(count)))
     # All ranks are in the same step.
     take(model, optimizer, batch(comm.rank, STEPS))
     return values(model)
 
 
-def assert_near(results: list[list[Any]], loop: Loop, counts: Sequence[int]) -> None:
+def assert_near(results: list[list[Any]], counts: Sequence[int]) -> None:
     """All ranks have the same bits, which are those of one process but for rounding."""
-    model, infinite = made(), loop is scaling and len(counts) > 1
+    model, infinite = made(), len(counts) > 1
     steps = (
         joined([batch(r, s, infinite=infinite) for r, n in enumerate(counts) if s < n])
         for s in range(max(counts))
     )
     optimizer = adamw(model)
-    loop(model, optimizer, steps)
+    scaling(model, optimizer, steps)
     take(model, optimizer, joined([batch(rank, STEPS) for rank in range(len(counts))]))
     for parameters in results:
         for got, first, one in zip(parameters, results[0], values(model), strict=True):
@@ -126,11 +112,9 @@ def assert_near(results: list[list[Any]], loop: Loop, counts: Sequence[int]) -> 
             np.testing.assert_allclose(got, one, rtol=SLACK, atol=SLACK)
 
 
-@pytest.mark.parametrize(
-    ("loop", "counts"), [(scaling, (4, 4, 4)), (by_two, (4, 4)), (scaling, (3, 1, 2))]
-)
-def test_ranks_train_as_one_process_on_the_whole_batch(loop: Loop, counts: Sequence[int]) -> None:
-    assert_near(run(len(counts), lambda comm: train(comm, loop, counts[comm.rank])), loop, counts)
+@pytest.mark.parametrize("counts", [(4, 4, 4), (3, 1, 2)])
+def test_ranks_train_as_one_process_on_the_whole_batch(counts: Sequence[int]) -> None:
+    assert_near(run(len(counts), lambda comm: train(comm, counts[comm.rank])), counts)
 
 
 # What each rank passes, gets, and is told
@@ -205,34 +189,6 @@ def test_gradients_are_reduced_when_backward_returns(comm: ac.Communicator) -> N
 
 
 @each_rank_of(3)
-def test_after_an_exception_in_backward_training_goes_on(comm: ac.Communicator) -> None:
-    """Also from the gradients that are there: laws zero them."""
-    weights = [torch.nn.Parameter(torch.ones(150_000)) for _ in range(3)]
-    first, middle, last = weights
-    optimizer = torch.optim.SGD(weights, lr=1.0)
-    ac.DistributedOptimizer(optimizer, comm=comm, op="sum", bucket_bytes=100)
-
-    def loss(through: Callable[[Any], Any]) -> Any:
-        """Let the gradient of `last` come first, and that of `first` last."""
-        return (through(first) * middle.clone() * last * (comm.rank + 1)).sum()
-
-    for step in range(2):
-        optimizer.zero_grad()
-        with torch.no_grad():
-            for weight in weights:
-                weight.fill_(1)
-        if step == 1:
-            with pytest.raises(KeyError, match="broken"):
-                loss(Broken.apply).backward()
-            # That of `last` was under way. Nothing is written to it any more.
-            assert last.grad.unique().tolist() == [6.0]
-            assert middle.grad.unique().tolist() == [comm.rank + 1]
-        loss(torch.clone).backward()
-        optimizer.step()
-    assert [weight[0].item() for weight in weights] == [-5.0, -11.0, -11.0]
-
-
-@each_rank_of(3)
 def test_large_gradients_are_reduced_where_they_are(comm: ac.Communicator) -> None:
     weights = [torch.nn.Parameter(torch.zeros(n)) for n in (200_000, 7, 130_000, 300_001)]
     optimizer = torch.optim.SGD(weights, lr=1.0)
@@ -280,27 +236,6 @@ def test_parameters_of_several_dtypes_are_reduced_together(comm: ac.Communicator
     sum((weight * (comm.rank + 1)).sum().abs() for weight in weights).backward()
     optimizer.step()
     assert [weight[0].item() for weight in weights] == [-1.0] * 4
-
-
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_a_scheduler_made_before_or_after_wrapping_works(when: str) -> None:
-    def train(comm: ac.Communicator | None, size: int = 2) -> list[float]:
-        weight = torch.nn.Parameter(torch.zeros(4))
-        optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
-        schedulers = []
-        for moment in ("before", "after"):
-            if moment == "after" and comm is not None:
-                optimizer = ac.DistributedOptimizer(optimizer, comm=comm)
-            if moment == when:
-                schedulers.append(torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5))
-        for step in range(STEPS):
-            mine = reduced(size, step, "mean") if comm is None else gradients(comm.rank, step)
-            weight.grad = torch.from_numpy(mine["a"].copy())
-            optimizer.step()
-            schedulers[0].step()
-        return weight.tolist()
-
-    assert run(2, train) == [train(None)] * 2
 
 
 # Errors
@@ -569,8 +504,7 @@ class TestProcesses:
     """On as many ranks as there are processes; `test_processes` runs them on more."""
 
     def test_a_loop(self, world: ac.Communicator) -> None:
-        results = world.allgather_object(train(world, scaling))
-        assert_near(results, scaling, [STEPS] * world.size)
+        assert_near(world.allgather_object(train(world)), [STEPS] * world.size)
 
     @pytest.mark.parametrize("free", [1, 1000])
     def test_large_buckets_are_under_way_together(

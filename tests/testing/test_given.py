@@ -245,41 +245,6 @@ def test_ranks_that_run_different_tests_find_together_again() -> None:
     assert re.search(r"PASSED .*test_in_step_again", report), report
 
 
-PROGRAM = """
-import sys
-import hypothesis
-from hypothesis import strategies as st
-from hypothesis.database import DirectoryBasedExampleDatabase
-import arraycomm as ac
-from arraycomm.testing import given
-
-calls = []
-
-@hypothesis.settings(database=DirectoryBasedExampleDatabase(sys.argv[1]), deadline=None, derandomize=False)
-@given(x=st.integers(0, 10**6))
-def test(comm, x):
-    calls.append((comm.size, x))
-    if comm.rank == 1:
-        assert x < 1234
-    comm.barrier()
-
-for run in ("first", "second"):
-    calls.clear()
-    try:
-        test()
-    except AssertionError as error:
-        if ac.world().rank == 0:
-            print(run, "run began with", calls[0], "and ended with", calls[-1])
-"""
-
-
-@needs_mpiexec
-def test_second_run_begins_with_the_example_that_failed(tmp_path) -> None:
-    done = run_python("-c", PROGRAM, str(tmp_path), ranks=2, timeout=120)
-    assert re.search(r"first run .* ended with \(2, 1234\)", done.stdout), done
-    assert "second run began with (2, 1234)" in done.stdout, done
-
-
 def test_failure_is_found_again_first_and_reproduced_from_its_line() -> None:
     calls: list[tuple[int, int]] = []
 

@@ -623,40 +623,6 @@ def test_without_the_mistake_nothing_is_raised(on_ranks, case: Way) -> None:
 # What is mended --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("known", ["names", "values"])
-@each_rank_of(SIZE)
-def test_another_order_of_parameters_is_that_of_rank_0_if_names_or_values_prove_it(
-    comm: Comm, known: str
-) -> None:
-    model = net()
-    if known == "names":
-        # Of values that are the same.
-        for layer in model:
-            torch.nn.init.ones_(layer.bias)
-    named = dict(model.named_parameters())
-    weights = {name for name in named if name.endswith("weight")}
-    groups = [
-        {"params": [named[name] for name in names], "weight_decay": decay}
-        for names, decay in ((weights, 0.1), (set(named) - weights, 0.0))
-    ]
-    if comm.rank:
-        groups = [{**each, "params": each["params"][::-1]} for each in groups]
-    if known == "values":
-        named = {name: torch.nn.Parameter(p.detach()) for name, p in named.items()}
-        sizes = [len(each["params"]) for each in groups]
-        chosen = iter(list(named.values())[:: -1 if comm.rank else 1])
-        groups = [{"params": [next(chosen) for _ in range(size)]} for size in sizes]
-        groups = [{"params": groups[0]["params"] + groups[1]["params"]}]
-    options = {"module": model} if known == "names" else {}
-    optimizer = distributed(comm, torch.optim.SGD(groups, lr=0.01), **options)
-    for step in range(3):
-        optimizer.zero_grad()
-        sum((p * (n + 1 + comm.rank + step)).sum() for n, p in enumerate(named.values())).backward()
-        optimizer.step()
-    trained = [p.detach().flatten().tolist() for p in named.values()]
-    assert comm.allgather_object(trained) == [trained] * comm.size
-
-
 @each_rank_of(SIZE)
 def test_ranks_without_data_take_steps_with_the_hyperparameters_of_the_others(comm: Comm) -> None:
     model = net()

@@ -63,20 +63,6 @@ def test_a_block_that_is_entered_again_has_its_own_last_step(comm: Communicator)
     assert joined.synchronize(comm.rank) == comm.size - 1
 
 
-@alone
-@each_rank_of("size", "torch")
-def test_no_weight_leaves_torch_parameters_untouched(comm: Communicator, torch: Any) -> None:
-    weight = torch.nn.Parameter(torch.ones(3))
-    optimizer = torch.optim.SGD([weight], lr=1.0, weight_decay=0.5)
-    ac.DistributedOptimizer(optimizer, comm=comm)
-    with ac.join(comm) as joined:
-        joined.weight = 0
-        if comm.rank == 0:
-            weight.grad = torch.ones(3)
-            optimizer.step()
-    assert weight.tolist() == [1.0] * 3
-
-
 @pytest.mark.parametrize("shadows", [False, True])
 @pytest.mark.parametrize("wrong", ["exception", "other", "nested"])
 @each_rank_of("several")

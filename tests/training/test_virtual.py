@@ -118,15 +118,6 @@ def test_ranks_go_on_from_a_total_together(on_ranks: OnRanks) -> None:
     on_ranks(2, body)
 
 
-def test_a_total_of_metrics_is_like_the_tree(on_ranks: OnRanks) -> None:
-    def body(comm: ac.Communicator) -> None:
-        _, total = ac.mean_metrics(1.0, 1, onto=(), comm=comm)
-        with pytest.raises(ac.MismatchError, match="onto must be"):
-            ac.mean_metrics([1.0, 2.0], 1, onto=total, comm=comm)
-
-    on_ranks(2, body)
-
-
 def test_torch_refuses_what_depends_on_the_number_of_ranks(on_ranks: OnRanks) -> None:
     torch: Any = pytest.importorskip("torch")
     from arraycomm.adapters.torch import SyncBatchNorm
