@@ -79,6 +79,20 @@ def assert_close(got: Tensor, expected: Tensor) -> None:
 
 @every_case
 @each_rank_of((1, 3))
+def test_gradients_are_transposes_and_theirs_are_results(comm: ac.Communicator, case: Case) -> None:
+    """Of each collective once; a law draws more of it."""
+    x, along = (draw(seed + comm.rank, case.shape(comm.size)) for seed in (100, 200))
+    made = case.call(x.requires_grad_(), comm=comm)
+    y = draw(300 + comm.rank, made.shape).requires_grad_()
+    (slope,) = torch.autograd.grad(made, x, y, create_graph=True)
+    products = comm.allreduce(torch.stack([(made * y).sum(), (x * slope).sum()]).detach())
+    assert_close(products[0], products[1])
+    (found,) = torch.autograd.grad(slope, y, along)
+    assert_close(found, case.call(along, comm=comm))
+
+
+@every_case
+@each_rank_of((1, 3))
 def test_transforms_of_torch_func(comm: ac.Communicator, case: Case) -> None:
     x = draw(100 + comm.rank, case.shape(comm.size))
     loss = objective(case, comm)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +20,7 @@ slots = pytest.importorskip("arraycomm.adapters.torch._slots")
 
 from arraycomm.adapters.torch import _hooks as _torch_hooks  # noqa: E402
 from arraycomm.adapters.torch import no_sync  # noqa: E402
+from properties.test_torch_laws import Broken  # noqa: E402
 
 STEPS, SAMPLES, INPUTS = 4, 6, 5
 SLACK = 1000 * np.finfo(np.float64).eps
@@ -186,6 +187,34 @@ def test_gradients_are_reduced_when_backward_returns(comm: ac.Communicator) -> N
     weight.grad.data.fill_(comm.rank)
     optimizer.step()
     assert weight.tolist() == [-78.0, -78.0]
+
+
+@each_rank_of(3)
+def test_after_an_exception_in_backward_training_goes_on(comm: ac.Communicator) -> None:
+    """Also from gradients whose reduction was under way: of these a law knows nothing."""
+    weights = [torch.nn.Parameter(torch.ones(150_000)) for _ in range(3)]
+    first, middle, last = weights
+    optimizer = torch.optim.SGD(weights, lr=1.0)
+    ac.DistributedOptimizer(optimizer, comm=comm, op="sum", bucket_bytes=100)
+
+    def loss(through: Callable[[Any], Any]) -> Any:
+        """Let the gradient of `last` come first, and that of `first` last."""
+        return (through(first) * middle.clone() * last * (comm.rank + 1)).sum()
+
+    for step in range(2):
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for weight in weights:
+                weight.fill_(1)
+        if step == 1:
+            with pytest.raises(KeyError, match="broken"):
+                loss(Broken.apply).backward()
+            # That of `last` was under way. Nothing is written to it any more.
+            assert last.grad.unique().tolist() == [6.0]
+            assert middle.grad.unique().tolist() == [comm.rank + 1]
+        loss(torch.clone).backward()
+        optimizer.step()
+    assert [weight[0].item() for weight in weights] == [-5.0, -11.0, -11.0]
 
 
 @each_rank_of(3)
