@@ -108,28 +108,6 @@ def test_a_data_set_without_items_has_no_batches(comm: ac.Communicator) -> None:
     assert len(loader) == len(list(loader)) == 0
 
 
-def test_loop_that_is_left_goes_on_from_its_state_on_other_ranks() -> None:
-    def leg(comm: ac.Communicator, state: Any, stop: int) -> Any:
-        share = container(comm, range(23), shuffle=True)
-        share.load_state_dict({**share.state_dict(), **state})
-        loader, seen = DataLoader(share, 2), []
-        for number, batch in enumerate(loader, 1):
-            seen += batch.items.tolist()
-            if number == stop:
-                break
-        return seen, share.state_dict(), [len(batch.weights) for batch in loader]
-
-    state: Any = {"consumed": 0}
-    seen: list[int] = []
-    for size, stop in ((3, 2), (2, 1), (4, 99)):
-        ranks = run(size, leg, state, stop)
-        seen += [item for part, _, _ in ranks for item in part]
-        state = ranks[0][1]
-        assert all(other == state for _, other, _ in ranks)
-        assert sum(length for _, _, again in ranks for length in again) == 23, "begins anew"
-    assert sorted(seen) == list(range(23))
-
-
 @each_rank_of(1)
 def test_another_loop_ends_the_one_before(comm: ac.Communicator) -> None:
     loader = DataLoader(container(comm, range(9)), 2)

@@ -14,10 +14,6 @@ from tests.support.on_ranks import each_rank_of
 torch: Any = pytest.importorskip("torch")
 Comm = ac.Communicator
 
-# LBFGS needs a closure; gradients of SparseAdam are not reduced.
-KINDS = sorted({name for name in torch.optim.__all__ if name[0].isupper()} - {"Optimizer"})
-KINDS = [name for name in KINDS if name not in ("LBFGS", "SparseAdam")]
-
 
 def net(value: float = 0.5) -> Any:
     model = torch.nn.Linear(4, 3)
@@ -36,15 +32,6 @@ def steps(comm: Comm, model: Any, optimizer: Any, count: int = 3) -> None:
 
 def distributed(comm: Comm, plain: Any) -> Any:
     return ac.DistributedOptimizer(plain, comm=comm, verify_every=1)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@each_rank_of(2)
-def test_every_optimizer_of_torch_takes_steps(comm: Comm, kind: str) -> None:
-    model = net()
-    parameters = [p for p in model.parameters() if kind != "Muon" or p.ndim == 2]
-    optimizer = distributed(comm, getattr(torch.optim, kind)(parameters, lr=0.01))
-    steps(comm, model, optimizer)
 
 
 class Scratch(torch.optim.SGD):  # type: ignore[misc]
