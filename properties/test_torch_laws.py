@@ -476,6 +476,9 @@ class Loop:
                 if self.comm and (ready or self.kept % self.case.options["accumulate"]):
                     assert_same([[p.grad for p in self.parameters]], [before])
         self.seen.append(values_of(self.parameters))
+        if step.idle >= 0:
+            # Then gradients are no longer parts of one tensor.
+            self.flat = None
         self.zero(step.zeros)
         for tensor, before in self.own:
             assert torch.equal(tensor, before), "the program's own tensor was written to"
