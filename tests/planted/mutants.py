@@ -49,7 +49,7 @@ TESTS: Final = {
     "_reduce": "tests/collectives tests/native",
     "_start": "tests/session tests/transports/test_processes.py",
     "_trace": "tests/trace tests/cli/test_trace.py tests/collectives/test_trace.py",
-    "_training": f"tests/training {_ADAPTERS} tests/adapters/test_torch_modules.py",
+    "_training": f"tests/training {_ADAPTERS} tests/adapters/test_torch_modules.py tests/adapters/test_torch_parameters.py",
     "_transports": "tests/transports tests/collectives",
     "_transports/mpi": "tests/transports; mpi tests/transports tests/protocol tests/collectives/test_explain.py",
     "_trees": "tests/trees tests/collectives/test_refusals.py",
@@ -101,6 +101,8 @@ EQUIVALENT: Final[dict[str, str]] = {
     "if length < group.inline_bytes:": "on all ranks; it comes again",
     ": wait_for_all(&self->slots, step, clock_now() - WAIT_NANOSECONDS);": "Python waits instead",
     "return (np.arange(count, dtype=np.uint32) // (rank + (1 + 1)) % 3).astype(np.uint8)": "other data",
+    "for node, leaf, path in zip(found, leaves, outline.paths, strict=False)": "each leaf has one path and one look",
+    "self.leaves, self.spec = optree.tree_flatten(tree, none_is_leaf=False)": "trees that have None are prepared, too",
 }
 
 
