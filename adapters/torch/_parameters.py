@@ -297,7 +297,8 @@ class Parameters:
 
         That is all before the last round, and in it what only a rank that plays none has had.
         """
-        tensors = self.tensors
+        tensors, virtual = self.tensors, self.gradients.virtual
+        assert virtual is not None
         for number, (slot, tensor) in enumerate(zip(self.slots, tensors, strict=True)):
             if number in means:
                 continue
@@ -308,8 +309,9 @@ class Parameters:
             elif tensor.grad is not None and slot.state(tensor.grad) is State.STALE:
                 if tensor.grad.any():
                     self.gradients.fail(kept_gradient(number))
-                # Zeros of zero_grad(), which ranks that have sent a gradient have no more.
-                tensor.grad = None
+                if virtual.has(number):
+                    # Zeros of zero_grad(), which ranks that have sent a gradient have no more.
+                    tensor.grad = None
         self._unchanged = False
         self.touched += self._sent - means.keys()
         self.settle({number: _like(tensors[number], mean) for number, mean in means.items()})

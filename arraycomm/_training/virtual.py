@@ -66,6 +66,10 @@ class VirtualRanks:
         """Note new totals, None for a leaf that no rank has."""
         self._new |= {number: total for number, total in made.items() if total is not None}
 
+    def has(self, number: int) -> bool:
+        """Return whether a virtual rank has had a gradient of this leaf in this step."""
+        return number in self._new
+
     def complete(self) -> dict[int, Array]:
         """End the sums of a round; return what the optimizer gets, nothing before the last.
 
