@@ -1,4 +1,4 @@
-"""What a number that is passed may be: NumPy's and 0-d arrays are taken as Python's own are."""
+"""What a number that is passed may be: NumPy's are taken as Python's own are."""
 
 from __future__ import annotations
 

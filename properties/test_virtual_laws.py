@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 import arraycomm as ac
@@ -369,6 +369,54 @@ def test_programs_give_the_same_on_every_number_of_ranks(
     expected = of(program.virtual)
     assert of(first) == expected
     assert of(first, second) == expected
+
+
+class Missing(NamedTuple):
+    """A loop with torch in which parameters have no gradient, on some ranks or on all, in a few steps."""
+
+    virtual: int
+    optimizer: str
+    zeroes: str
+    # Which parameters each virtual rank uses in each step: the first one, and some of the others.
+    uses: list[tuple[int, int, int, int]]
+
+    def play(self, virtual: int | None, comm: Any) -> Any:
+        torch = import_module("torch")
+        params = [torch.nn.Parameter(torch.linspace(1, 2, 3)) for _ in range(3)]
+        kind = getattr(torch.optim, self.optimizer)
+        optimizer = kind(params, **{"momentum": 0.9} if kind is torch.optim.SGD else {"eps": 0.1})
+        ac.DistributedOptimizer(optimizer, comm=comm, virtual_ranks=virtual)
+        for step, uses in enumerate(self.uses):
+            for rank in played(comm, virtual):
+                if self.zeroes != "by hand":
+                    optimizer.zero_grad(set_to_none=self.zeroes == "set to None")
+                for param in params if self.zeroes == "by hand" else ():
+                    if param.grad is not None:
+                        param.grad.data.zero_()
+                if rank < self.virtual:
+                    used = [params[0], *(params[n] for n in (1, 2) if uses[rank] & n)]
+                    sum((torch.tanh(p) * (1 + rank + step)).sum() for p in used).backward()
+                optimizer.step()
+        return bits(param.detach() for param in params)
+
+
+@given(
+    st.builds(
+        Missing,
+        st.integers(1, 4),
+        st.sampled_from(["SGD", "AdamW", "RMSprop"]),
+        st.sampled_from(["set to None", "in place", "by hand"]),
+        # Often none of them, on all ranks.
+        st.lists(st.just((0,) * 4) | st.tuples(*[st.integers(0, 3)] * 4), min_size=2, max_size=5),
+    )
+)
+@example(Missing(2, "SGD", "in place", [(3, 3, 0, 0), (0, 0, 0, 0)]))
+def test_parameters_without_gradients_move_as_on_ranks(loop: Missing) -> None:
+    """Zeros that are left of a gradient are one, with which torch moves a parameter on; None is none."""
+    pytest.importorskip("torch")
+    expected = run(loop.virtual, partial(loop.play, None))
+    for ranks in range(1, loop.virtual + 1):
+        assert run(ranks, partial(loop.play, loop.virtual)) == expected[:1] * ranks
 
 
 # What a turn does with its gradients: backward passes, also within no_sync, and of a part of the parameters.

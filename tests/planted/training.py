@@ -158,6 +158,14 @@ OPTIMIZERS: Final = (
         ("other_trees_are_the_same_error_on_every_number_of_ranks",),
     ),
     Fault(
+        "zeros for none: zeros of a parameter that no virtual rank uses are taken away in each round",
+        "arraycomm/adapters/torch/_parameters.py",
+        "                if virtual.has(number):\n",
+        "                if True:\n",
+        ("parameters_without_gradients_move_as_on_ranks",),
+        frameworks=True,
+    ),
+    Fault(
         "nobody's gradients: a rank adds what it has in a round without a virtual rank of its own",
         "arraycomm/_training/virtual.py",
         "        return Onto(totals, counts=self.plays(self.round))",

@@ -170,29 +170,3 @@ def test_workers_load_the_batches_of_virtual_ranks(on_ranks: OnRanks, rows: int)
         return sorted(chain.from_iterable(on_ranks(size, load, virtual)))
 
     assert loaded(1, 3) == loaded(2, 3) == loaded(3, 3) == loaded(3, None)
-
-
-@pytest.mark.parametrize("zeroed", ["zero_grad", "data"])
-def test_torch_gradients_that_are_zeroed_and_not_none_may_be_missing(
-    on_ranks: OnRanks, zeroed: str
-) -> None:
-    torch: Any = pytest.importorskip("torch")
-
-    def train(comm: ac.Communicator, virtual: int | None) -> Any:
-        used, others = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
-        optimizer: Any = torch.optim.SGD([used, others], lr=0.1, momentum=0.9)
-        ac.DistributedOptimizer(optimizer, comm=comm, virtual_ranks=virtual)
-        for step in range(3):
-            for rank in range(comm.rank, virtual or comm.size, comm.size):
-                if zeroed == "zero_grad":
-                    optimizer.zero_grad(set_to_none=False)
-                elif used.grad is not None and others.grad is not None:
-                    used.grad.data.zero_()
-                    others.grad.data.zero_()
-                # In one step all miss it, and it moves on.
-                (used * rank + (others if rank and step != 1 else 0)).sum().backward()
-                optimizer.step()
-        return used.tolist(), others.tolist()
-
-    assert on_ranks(2, train, 4)[0] == on_ranks(1, train, 4)[0]
-    assert on_ranks(1, train, 2)[0] == on_ranks(2, train, None)[0]
