@@ -80,7 +80,9 @@ def rounded(values: Sequence[float], dtype: np.dtype[Any]) -> Array:
 
 def exactly(rows: Array, dtype: np.dtype[Any]) -> Array:
     """Return the exact sum of each column of reals, as elements of a dtype."""
-    columns = rows.astype(np.float64).T.tolist()
+    # A cast of a signalling NaN sets NumPy's flag of invalid operations.
+    with np.errstate(invalid="ignore"):
+        columns = rows.astype(np.float64).T.tolist()
     return np.array([rounded(column, _part(dtype)) for column in columns], _part(dtype)).view(dtype)
 
 
