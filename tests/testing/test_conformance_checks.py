@@ -97,6 +97,7 @@ WRONG: dict[str, tuple[str, Callable[..., Any]]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:Generating overly large repr")
 @pytest.mark.parametrize("law", WRONG)
 def test_laws_find_the_method_that_is_wrong(law, monkeypatch) -> None:
     monkeypatch.setattr(_OfWrapper, "subject", lambda _, comm: _Wrong(comm, *WRONG[law]))
