@@ -109,7 +109,13 @@ def _on_node(options: Any) -> ac.Communicator:
     store, seconds = options.store, options.timeout.total_seconds()
     store.set_timeout(options.timeout)
     arguments = Arguments("auto", None, check=True, reproducible=True, timeout=seconds)
-    opened = open_on_node(store, options.group_rank, options.group_size, arguments)
+    rank, size = options.group_rank, options.group_size
+
+    def tell(name: str, text: str) -> list[str]:
+        store.set(f"{name}/{rank}", text)
+        return [store.get(f"{name}/{other}").decode() for other in range(size)]
+
+    opened = open_on_node(tell, rank, size, arguments)
     return ac.Communicator(opened.runner)
 
 

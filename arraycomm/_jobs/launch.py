@@ -29,7 +29,7 @@ from arraycomm._jobs.output import Lines, Target, write_all
 from arraycomm._jobs.process import BEGUN, RAISED, RETURNED, cloudpickle
 from arraycomm._launch import ADDRESS, NUMBER, RANK, claimed_by, launched
 from arraycomm._launch.places import threads_for
-from arraycomm._start.joining import SECRET
+from arraycomm._start.numbering import SECRET
 
 # Seconds that the other ranks have to end by themselves once one has failed.
 _AFTER_FAILURE: Final = 1.0

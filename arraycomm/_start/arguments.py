@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import Any, Final
@@ -125,8 +125,8 @@ class Arguments:
         return devices[local_rank]
 
 
-# Gives the other ranks a text of a name, and returns those of this name of all ranks.
-Tell = Callable[[str, str], Iterable[str]]
+# Gives the other ranks a text of a name, and returns those of this name of all ranks; collective.
+Tell = Callable[[str, str], Sequence[str]]
 
 
 def refuse_different(sight: str, tell: Tell) -> None:

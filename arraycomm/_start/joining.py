@@ -1,11 +1,15 @@
-"""Process 0 brings processes together without MPI: what one of them sets, all get.
+"""Process 0 brings processes together without MPI, and passes on what each of them says.
 
-Each process has a connection to the coordinator, a thread of process 0, which carries lines of
-JSON. The coordinator sends a challenge and what a batch system calls its job: a process of another
-job leaves and comes again, since the address is free once this job has met. The other side answers
-with its number, the number of all, its name and its proof that it knows the secret. Once all are
-there, each gets every text that one of them sets. If something is wrong, every process hears what.
-Whoever sends anything else is cut off.
+process 0, the coordinator                   another process
+listens where all are told to meet           comes, and again until somebody is there
+sends a challenge, and the name of its job   is of another job: leaves, and comes again
+knows who comes, once all of its answer      answers: its number, the number of all, its name, and
+is right                                     its proof that it knows the secret
+sends its own proof once all have come       goes on
+hears one text of each, sends all to each    says a text, and waits for those of all
+
+If something is wrong, every process hears what, also who comes a little later. A message is a line
+of JSON; whoever sends anything else is cut off.
 """
 
 from __future__ import annotations
@@ -19,10 +23,9 @@ import selectors
 import socket
 import struct
 import sys
-import threading
 import time
-from collections.abc import Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from hashlib import blake2b
 from typing import Any, Final
 
@@ -32,56 +35,395 @@ from arraycomm._errors import (
     CommTimeoutError,
     TransportError,
 )
-from arraycomm._start.numbering import Numbering, Place
+from arraycomm._start.numbering import LIMIT, SECRET, Numbering, Place
 
-SECRET: Final = "ARRAYCOMM_COORDINATOR_SECRET"
-LIMIT: Final = "ARRAYCOMM_START_TIMEOUT"
-DEFAULT_LIMIT: Final = 60.0
-# Where batch systems say which job this is.
-_JOBS: Final = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID", "COBALT_JOBID")
-_PROTOCOL: Final = 4
-# The bytes of the longest line, and the seconds in which a line can be sent.
+_PROTOCOL: Final = 5
+# The bytes of the longest line, and the seconds in which process 0 can send one.
 LONGEST: Final = 1 << 20
-_SENDING: Final = struct.pack("ll", 2, 0)
+_SENDING: Final = 2.0
 # Seconds for which those who come later still hear what is wrong.
 GRACE: Final = 3.0
 # Seconds between looks at the clock, and between attempts to come.
 _NAP: Final = 0.05
-# Seconds that the coordinator has to say what is wrong after time was up for a process.
+# Seconds that process 0 has to say what is wrong after time was up for a process.
 _LATER: Final = 2.0
 # How many connections may be open of those who have not said who they are.
 _STRANGERS: Final = 64
 _CREDENTIALS: Final = struct.Struct("3i")
-# What a process says of itself.
-_NUMBERS, _TEXTS = ("rank", "size", "pid"), ("name", "nonce", "proof")
 _ERRORS: Final[dict[str, type[ArrayCommError]]] = {
     kind.__name__: kind for kind in (BackendUnavailableError, CommTimeoutError, TransportError)
 }
-
-Message = dict[str, Any]
-
-
-def seconds_to_start(environment: Mapping[str, str]) -> float:
-    """Return the seconds in which all processes have to come."""
-    said = environment.get(LIMIT) or str(DEFAULT_LIMIT)
-    try:
-        limit = float(said)
-    except ValueError:
-        limit = 0.0
-    if not 0 < limit < float("inf"):
-        raise ValueError(f"init: {LIMIT} must be a number of seconds; got {said!r}")
-    return limit
-
-
-def _job_of(environment: Mapping[str, str]) -> str:
-    """Return what a batch system calls this job, as in `SLURM_JOB_ID 17`; empty without one."""
-    found = next((name for name in _JOBS if environment.get(name)), "")
-    return found and f"{found} {environment[found]}"
 
 
 def _proof(secret: str, nonce: str, side: str) -> str:
     """Return what only those can answer to a challenge who know the secret."""
     return hmac.new(secret.encode(), f"{side}:{nonce}".encode(), "sha256").hexdigest()
+
+
+# Messages
+
+
+class _Wire:
+    """A connection that carries messages, each a line."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self._rest = b""
+
+    def fileno(self) -> int:
+        return self.connection.fileno()
+
+    def close(self) -> None:
+        self.connection.close()
+
+    def write(self, message: Mapping[str, object]) -> None:
+        """Send a message; if that is not possible, whoever reads here sees the end."""
+        try:
+            self.connection.sendall(json.dumps(message).encode() + b"\n")
+        except OSError:
+            with suppress(OSError):
+                self.connection.shutdown(socket.SHUT_RDWR)
+
+    def read(self) -> list[Any]:
+        """Return the messages that end in what comes next.
+
+        Raises `OSError`, also at the end, and `ValueError` for what is no message.
+        """
+        chunk = self.connection.recv(LONGEST)
+        *lines, self._rest = (self._rest + chunk).split(b"\n")
+        if len(self._rest) > LONGEST or (self._rest and not chunk):
+            raise ValueError
+        if not chunk:
+            raise ConnectionAbortedError
+        try:
+            return list(map(json.loads, lines))
+        except RecursionError as error:
+            raise ValueError from error
+
+
+def _ready(files: Iterable[Any]) -> list[Any]:
+    """Return what can be read of; maybe none, so that one can look at the clock."""
+    with selectors.DefaultSelector() as selector:
+        for file in files:
+            selector.register(file, selectors.EVENT_READ)
+        return [key.fileobj for key, _ in selector.select(_NAP)]
+
+
+# Process 0
+
+
+class _Guest(_Wire):
+    """A connection of process 0: a stranger's until it has said which process it is."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        super().__init__(connection)
+        self.nonce, self.rank, self.proof = secrets.token_hex(16), -1, ""
+
+
+class Coordinator:
+    """Process 0, which has connections to all others."""
+
+    def __init__(self, listener: socket.socket, told: Numbering) -> None:
+        self._listener, self._told = listener, told
+        self._guests: list[_Guest] = []
+        # Who has come with each number, and what each has said last.
+        self._ranks = {told.rank: f"process {os.getpid()} on {socket.gethostname()}"}
+        self._texts: dict[int, str] = {}
+        # What is wrong.
+        self._error: dict[str, str] = {}
+
+    def meet(self, deadline: float) -> None:
+        """Wait until all have come, and let them go on; who is of another job comes again."""
+        self._wait_for(self._ranks, f"came to {self._told.place}", self._told.place.reach, deadline)
+        self._listener.close()
+        for guest in self._strangers():
+            self._cut_off(guest)
+        for guest in self._guests:
+            guest.write({"proof": guest.proof})
+
+    def tell(self, _: str, text: str) -> list[str]:
+        """Return what all processes tell, by rank."""
+        self._texts = {self._told.rank: text}
+        deadline = time.monotonic() + self._told.limit
+        self._wait_for(self._texts, "have answered process 0", "", deadline)
+        texts = [self._texts[rank] for rank in range(self._told.size)]
+        for guest in self._guests:
+            for each in texts:
+                guest.write({"text": each})
+        return texts
+
+    def close(self) -> None:
+        """Part from the others."""
+        self._listener.close()
+        for guest in self._guests:
+            guest.close()
+
+    def _wait_for(self, here: dict[int, str], what: str, hint: str, deadline: float) -> None:
+        """Hear the others until each is `here`; if something is wrong, raise, and tell them."""
+        size = self._told.size
+        try:
+            while len(here) < size:
+                if time.monotonic() > deadline:
+                    missing = ", ".join(str(rank) for rank in range(size) if rank not in here)
+                    raise CommTimeoutError(
+                        f"init: {len(here)} of {size} processes {what} in {self._told.limit:g} s; "
+                        f"missing: {missing}{hint}"
+                    )
+                self._hear()
+        except ArrayCommError as error:
+            self._give_up(error)
+            raise
+
+    def _give_up(self, error: ArrayCommError) -> None:
+        """Tell everybody what is wrong, also those who come now."""
+        self._error = {"error": str(error), "kind": type(error).__name__}
+        for guest in self._guests:
+            if guest.rank >= 0:
+                guest.write(self._error)
+        deadline = time.monotonic() + GRACE
+        while time.monotonic() < deadline and (
+            len(self._ranks) < self._told.size or len(self._guests) > len(self._strangers())
+        ):
+            self._hear()
+
+    def _strangers(self) -> list[_Guest]:
+        return [guest for guest in self._guests if guest.rank < 0]
+
+    def _hear(self) -> None:
+        """Wait a little, and take what somebody says, or who comes."""
+        listening = self._listener.fileno() >= 0
+        for file in _ready([*self._guests, *[self._listener] * listening]):
+            if file is self._listener:
+                self._accept()
+            elif file in self._guests:
+                self._hear_one(file)
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            connection, _ = self._listener.accept()
+            if not _is_own(connection):
+                connection.close()
+                return
+            connection.settimeout(_SENDING)
+            self._guests.append(guest := _Guest(connection))
+            guest.write({"arraycomm": _PROTOCOL, "nonce": guest.nonce, "job": self._told.job})
+        for guest in self._strangers()[: -_STRANGERS - self._told.size]:
+            self._cut_off(guest)
+
+    def _cut_off(self, guest: _Guest) -> None:
+        self._guests.remove(guest)
+        guest.close()
+
+    def _hear_one(self, guest: _Guest) -> None:
+        """Take what one process says until it ends, or says what is none."""
+        try:
+            for message in guest.read():
+                self._take(guest, message)
+        except (OSError, ValueError):
+            self._cut_off(guest)
+            if guest.rank >= 0 and not self._error:
+                raise TransportError(
+                    f"init: process {guest.rank} has ended before all processes were connected"
+                ) from None
+
+    def _take(self, guest: _Guest, message: Any) -> None:
+        """Take a message; raises `ValueError` for what no process says."""
+        match message:
+            case {"text": str(text)} if guest.rank >= 0:
+                self._texts[guest.rank] = text
+            case {
+                "rank": int(rank),
+                "size": int(size),
+                "name": str(name),
+                "nonce": str(nonce),
+                "proof": str(proof),
+            } if guest.rank < 0 <= rank < size:
+                right = _proof(self._told.secret, guest.nonce, "process")
+                if not hmac.compare_digest(proof.encode(), right.encode()):
+                    guest.write({"proof": ""})
+                    raise ValueError
+                guest.rank, guest.proof = rank, _proof(self._told.secret, nonce, "coordinator")
+                self._arrive(guest, size, name)
+            case _:
+                raise ValueError
+
+    def _arrive(self, guest: _Guest, size: int, name: str) -> None:
+        """Take a process in; raise if there cannot be such a one."""
+        rank, first = guest.rank, self._ranks.get(guest.rank)
+        self._ranks.setdefault(rank, name)
+        if self._error:
+            guest.write(self._error)
+        elif size != self._told.size:
+            raise BackendUnavailableError(
+                f"init: process 0 was told that there are {self._told.size} processes, and process "
+                f"{rank} that there are {size}; start them with the same number, and each with a "
+                "number of its own"
+            )
+        elif first is not None:
+            raise BackendUnavailableError(
+                f"init: two processes have the number {rank}: {first}, and {name}; start each of "
+                "them once, with a number of its own, and jobs at the same time with coordinator "
+                "addresses of their own"
+            )
+
+
+# The others
+
+
+class _NotYetError(Exception):
+    """Somebody else has the address at present; its argument is the error if that remains."""
+
+
+class Member(_Wire):
+    """A process that has a connection to process 0."""
+
+    def __init__(self, connection: socket.socket, told: Numbering) -> None:
+        super().__init__(connection)
+        self._told = told
+        self._came: list[Any] = []
+
+    def meet(self, deadline: float) -> None:
+        """Say who this process is, and wait until all others have done so."""
+        told, place = self._told, self._told.place
+        deadline += _LATER
+        if not _is_own(self.connection):
+            raise BackendUnavailableError(f"init: a process of another user answers at {place}")
+        try:
+            challenge = self._receive(deadline)
+        except TransportError as error:
+            # The last job has met, and frees the address.
+            raise _NotYetError(_absent(told, "it closes connections")) from error
+        if challenge.get("arraycomm") != _PROTOCOL:
+            raise self._foreign()
+        job = challenge.get("job")
+        if job and told.job and job != told.job:
+            raise _NotYetError(
+                BackendUnavailableError(
+                    f"init: two jobs use the coordinator address {place} at the same time, this "
+                    f"one ({told.job}) and another one ({job}); give each job an address of its own"
+                )
+            )
+        nonce = secrets.token_hex(16)
+        self.write(
+            {
+                "rank": told.rank,
+                "size": told.size,
+                "name": f"process {os.getpid()} on {socket.gethostname()}",
+                "nonce": nonce,
+                "proof": _proof(told.secret, str(challenge.get("nonce")), "process"),
+            }
+        )
+        if self._receive(deadline).get("proof") != _proof(told.secret, nonce, "coordinator"):
+            raise BackendUnavailableError(
+                f"init: the secret of this process is not that of process 0 at {place}; set "
+                f"{SECRET} to the same on every process, or on none"
+            )
+
+    def tell(self, _: str, text: str) -> list[str]:
+        """Return what all processes tell, by rank."""
+        self.write({"text": text})
+        deadline = time.monotonic() + self._told.limit + _LATER
+        return [str(self._receive(deadline).get("text")) for _ in range(self._told.size)]
+
+    def _receive(self, deadline: float) -> dict[str, Any]:
+        """Return the next message, or raise the error that has come in its place."""
+        coordinator = f"init: process 0, the coordinator at {self._told.place},"
+        try:
+            while not self._came:
+                self.connection.settimeout(max(deadline - time.monotonic(), _NAP))
+                self._came += self.read()
+        except TimeoutError:
+            raise CommTimeoutError(
+                f"{coordinator} has not answered in {self._told.limit:g} s"
+            ) from None
+        except OSError as error:
+            raise TransportError(
+                f"{coordinator} has ended before all processes were connected"
+            ) from error
+        except ValueError as error:
+            raise self._foreign() from error
+        match self._came.pop(0):
+            case {"error": error, **about}:
+                raise _ERRORS.get(str(about.get("kind")), BackendUnavailableError)(str(error))
+            case dict(message):
+                return message
+        raise self._foreign()
+
+    def _foreign(self) -> BackendUnavailableError:
+        return BackendUnavailableError(
+            f"init: what answers at {self._told.place} is no arraycomm, or another version of it; "
+            "choose another coordinator address, or install the same version for all processes"
+        )
+
+
+# How each begins
+
+
+def join(told: Numbering) -> Coordinator | Member:
+    """Return the connection of this process to the others, once all have come."""
+    deadline = time.monotonic() + told.limit
+    while True:
+        try:
+            return _met(told, deadline)
+        except _NotYetError as error:
+            if time.monotonic() > deadline:
+                raise error.args[0] from error.__cause__
+            time.sleep(_NAP)
+
+
+def _met(told: Numbering, deadline: float) -> Coordinator | Member:
+    # Process 0, too, if its address is in use: somebody there says why.
+    listener = _listening(told) if told.rank == 0 else None
+    made = Coordinator(listener, told) if listener else Member(_connected(told), told)
+    try:
+        made.meet(deadline)
+    except BaseException:
+        made.close()
+        raise
+    return made
+
+
+def _listening(told: Numbering) -> socket.socket | None:
+    """Return a socket that listens at the place; None if that is in use."""
+    try:
+        return listen(told.place)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            return None
+        raise BackendUnavailableError(
+            f"init: process 0 cannot listen at {told.place}: {error.strerror or error}; the "
+            "coordinator address has to be one of the host of process 0"
+        ) from error
+
+
+def listen(place: Place) -> socket.socket:
+    """Return a socket that listens at the place, and nowhere else; raises `OSError`."""
+    if place.host:
+        info = socket.getaddrinfo(place.host, place.port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server((place.host, place.port), family=info[0])
+    if sys.platform != "linux":
+        raise OSError("this system has no sockets with such names")
+    return socket.create_server(_local_name(place), family=socket.AF_UNIX)
+
+
+def _connected(told: Numbering) -> socket.socket:
+    place = told.place
+    try:
+        if place.host:
+            return socket.create_connection((place.host, place.port), timeout=told.limit)
+        connection = socket.socket(socket.AF_UNIX)
+        try:
+            connection.connect(_local_name(place))
+        except OSError:
+            connection.close()
+            raise
+        return connection
+    except socket.gaierror as error:
+        raise BackendUnavailableError(
+            f"init: the host of the coordinator address {place} is not known here: {error.strerror}"
+        ) from error
+    except OSError as error:
+        raise _NotYetError(_absent(told, error.strerror or str(error))) from error
 
 
 def _local_name(place: Place) -> str:
@@ -98,413 +440,8 @@ def _is_own(connection: socket.socket) -> bool:
     return bool(_CREDENTIALS.unpack(found)[1] == os.getuid())
 
 
-def listen(place: Place) -> socket.socket:
-    """Return a socket that listens at the place, and nowhere else; raises `OSError`."""
-    if place.host:
-        info = socket.getaddrinfo(place.host, place.port, type=socket.SOCK_STREAM)[0]
-        return socket.create_server((place.host, place.port), family=info[0])
-    if sys.platform != "linux":
-        raise OSError("this system has no sockets with such names")
-    with ExitStack() as to_close:
-        listener = to_close.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-        listener.bind(_local_name(place))
-        listener.listen()
-        to_close.pop_all()
-        return listener
-
-
-class _Wire:
-    """A connection that carries messages, each a line."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self.connection = connection
-        self._rest = b""
-
-    def write(self, message: Message) -> None:
-        """Send a message; raises `OSError`."""
-        self.connection.sendall(json.dumps(message).encode() + b"\n")
-
-    def read(self) -> list[Message]:
-        """Return the messages that end in what comes next.
-
-        Raises `OSError`, `EOFError` at the end, and `ValueError` for what is no message.
-        """
-        chunk = self.connection.recv(LONGEST)
-        *lines, self._rest = (self._rest + chunk).split(b"\n")
-        if len(self._rest) > LONGEST or (self._rest and not chunk):
-            raise ValueError
-        if not chunk:
-            raise EOFError
-        return list(map(_message, lines))
-
-
-def _message(line: bytes) -> Message:
-    try:
-        found = json.loads(line)
-        # JSON can hold halves of characters, which no text of a process has, and which cannot be
-        # sent on.
-        json.dumps(found, ensure_ascii=False).encode()
-    except RecursionError as error:
-        raise ValueError from error
-    if not isinstance(found, dict):
-        raise ValueError
-    return found
-
-
-class _Guest(_Wire):
-    """A connection of the coordinator: a stranger's until it has said which process it is."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        super().__init__(connection)
-        self.nonce, self.rank, self.proof = secrets.token_hex(16), -1, ""
-
-    def tell(self, message: Message) -> None:
-        """Send a message; if that is not possible, the end of the connection is seen."""
-        try:
-            self.write(message)
-        except OSError:
-            with suppress(OSError):
-                self.connection.shutdown(socket.SHUT_RDWR)
-
-
-def _ended(rank: int) -> str:
-    return f"init: process {rank} has ended before all processes were connected"
-
-
-class Coordinator(threading.Thread):
-    """Serves the processes until all have left, or have heard what is wrong.
-
-    they come --> all have met --> all have left
-        |              |
-        +--------------+--> told what is wrong --> all have left, or the grace is over
-    """
-
-    def __init__(
-        self, listener: socket.socket, found: Numbering, secret: str, limit: float, job: str
-    ) -> None:
-        super().__init__(name="arraycomm-coordinator", daemon=True)
-        self._listener, self._place, self._size = listener, found.place, found.size
-        self._secret, self._limit, self._job = secret, limit, job
-        self._deadline = time.monotonic() + limit
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(listener, selectors.EVENT_READ)
-        self._guests: list[_Guest] = []
-        # Who has come with each number.
-        self._ranks: dict[int, str] = {}
-        self._met = False
-        self._error: Message = {}
-        # The first process that has left because of an error: the others may find the same error by
-        # themselves, and hear of it a little later.
-        self._gave_up = -1
-
-    def run(self) -> None:
-        """Serve."""
-        while self._goes_on():
-            for key, _ in self._selector.select(_NAP):
-                if key.data is None:
-                    self._accept()
-                elif key.data in self._guests:
-                    self._hear(key.data)
-        for connection in (self._listener, *(guest.connection for guest in self._guests)):
-            connection.close()
-        self._selector.close()
-
-    def _goes_on(self) -> bool:
-        """Return whether processes may still come, or have not left; say if their time is up."""
-        late = time.monotonic() > self._deadline
-        if late and self._error:
-            return False
-        if late:
-            kind, text = CommTimeoutError, self._who_is_missing()
-            self._fail(*(TransportError, _ended(self._gave_up)) if self._met else (kind, text))
-        return len(self._ranks) < self._size or any(guest.rank >= 0 for guest in self._guests)
-
-    def _who_is_missing(self) -> str:
-        missing = [str(rank) for rank in range(self._size) if rank not in self._ranks]
-        return (
-            f"init: {len(self._ranks)} of {self._size} processes came to {self._place} in "
-            f"{self._limit:g} s; missing: {', '.join(missing)}{self._place.reach}"
-        )
-
-    def _accept(self) -> None:
-        with suppress(OSError):
-            connection, _ = self._listener.accept()
-            if not _is_own(connection):
-                connection.close()
-                return
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _SENDING)
-            self._guests.append(guest := _Guest(connection))
-            self._selector.register(connection, selectors.EVENT_READ, guest)
-            guest.tell({"arraycomm": _PROTOCOL, "nonce": guest.nonce, "job": self._job})
-        strangers = [guest for guest in self._guests if guest.rank < 0]
-        for guest in strangers[: -_STRANGERS - self._size]:
-            self._cut_off(guest)
-
-    def _hear(self, guest: _Guest) -> None:
-        """Take what one process says until it ends, or says what is none."""
-        try:
-            for message in guest.read():
-                if guest.rank < 0:
-                    self._arrive(guest, message)
-                elif "bye" in message:
-                    if not (message["bye"] or self._gave_up >= 0):
-                        self._gave_up, self._deadline = guest.rank, time.monotonic() + GRACE
-                    guest.rank = -1
-                    raise EOFError
-                elif self._met and not self._error:
-                    self._tell_all(message)
-        except (OSError, EOFError, ValueError):
-            self._cut_off(guest)
-            if guest.rank >= 0 and not self._error:
-                self._fail(TransportError, _ended(guest.rank))
-
-    def _cut_off(self, guest: _Guest) -> None:
-        self._guests.remove(guest)
-        self._selector.unregister(guest.connection)
-        guest.connection.close()
-
-    def _arrive(self, guest: _Guest, said: Message) -> None:
-        """Take a process in; raises `ValueError` if it is none."""
-        for names, kind in ((_NUMBERS, int), (_TEXTS, str)):
-            if any(type(said.get(name)) is not kind for name in names):
-                raise ValueError
-        right = _proof(self._secret, guest.nonce, "process")
-        if not hmac.compare_digest(said["proof"].encode(), right.encode()):
-            guest.tell(
-                {
-                    "error": "init: the secret of this process is not that of process 0 at "
-                    f"{self._place}; set ARRAYCOMM_COORDINATOR_SECRET to the same on every "
-                    "process, or on none"
-                }
-            )
-            raise ValueError
-        rank, about = said["rank"], f"process {said['pid']} on {said['name']}"
-        guest.rank, guest.proof = rank, _proof(self._secret, said["nonce"], "coordinator")
-        if self._error:
-            guest.tell(self._error)
-        elif said["size"] != self._size:
-            self._fail(
-                BackendUnavailableError,
-                f"init: process 0 was told that there are {self._size} processes, and process "
-                f"{rank} that there are {said['size']}; start them with the same number, and "
-                "each with a number of its own",
-            )
-        elif rank in self._ranks:
-            self._fail(
-                BackendUnavailableError,
-                f"init: two processes have the number {rank}: {self._ranks[rank]}, and "
-                f"{about}; start each of them once, with a number of its own, and jobs at the "
-                "same time with coordinator addresses of their own",
-            )
-        self._ranks.setdefault(rank, about)
-        if len(self._ranks) == self._size and not self._error:
-            self._meet()
-
-    def _meet(self) -> None:
-        """Let all go on; who belongs to another job comes again."""
-        self._met, self._deadline = True, float("inf")
-        self._selector.unregister(self._listener)
-        self._listener.close()
-        for guest in list(self._guests):
-            if guest.rank < 0:
-                self._cut_off(guest)
-            else:
-                guest.tell({"met": True, "proof": guest.proof})
-
-    def _fail(self, kind: type[ArrayCommError], text: str) -> None:
-        """Tell everybody what is wrong, also those who come now."""
-        self._deadline = time.monotonic() + GRACE
-        self._error = {"error": text, "kind": kind.__name__}
-        self._tell_all(self._error)
-
-    def _tell_all(self, message: Message) -> None:
-        for guest in self._guests:
-            if guest.rank >= 0:
-                guest.tell(message)
-
-
-class _NotYetError(Exception):
-    """Somebody else has the address at present; its argument is the error if that remains."""
-
-
-class Meeting(_Wire):
-    """The connection of this process to the coordinator; a store of texts for all of them."""
-
-    def __init__(
-        self, connection: socket.socket, place: Place, limit: float, served: Coordinator | None
-    ) -> None:
-        super().__init__(connection)
-        self._place, self._limit, self._served = place, limit, served
-        self._came: list[Message] = []
-        self._texts: dict[str, str] = {}
-
-    def set(self, key: str, value: str, /) -> None:
-        """Let the other processes get a text."""
-        self._send({"set": key, "value": value})
-
-    def get(self, key: str, /) -> bytes:
-        """Return a text that a process has set, or will set."""
-        deadline = time.monotonic() + self._limit
-        while key not in self._texts:
-            said = self._receive(deadline)
-            self._texts[str(said.get("set"))] = str(said.get("value"))
-        return self._texts[key].encode()
-
-    def leave(self, *, well: bool) -> None:
-        """Part from the others; after an error, let them first read what they need to find it."""
-        with suppress(ArrayCommError):
-            self._send({"bye": well})
-            # What others have set meanwhile: a connection that is closed over it loses the above.
-            deadline = time.monotonic() + _LATER
-            while time.monotonic() < deadline:
-                self._receive(deadline)
-        self.connection.close()
-        if not well and self._served is not None:
-            self._served.join(2 * GRACE)
-
-    def _send(self, message: Message) -> None:
-        try:
-            self.write(message)
-        except OSError as error:
-            raise self._lost() from error
-
-    def _receive(self, deadline: float) -> Message:
-        """Return the next message, or raise the error that has come in its place."""
-        try:
-            while not self._came:
-                self.connection.settimeout(max(deadline - time.monotonic(), _NAP))
-                self._came += self.read()
-        except TimeoutError:
-            raise CommTimeoutError(
-                f"init: process 0, the coordinator at {self._place}, has not answered in "
-                f"{self._limit:g} s"
-            ) from None
-        except (OSError, EOFError) as error:
-            raise self._lost() from error
-        except ValueError as error:
-            raise self._foreign() from error
-        message = self._came.pop(0)
-        if "error" in message:
-            kind = _ERRORS.get(str(message.get("kind")), BackendUnavailableError)
-            raise kind(str(message["error"]))
-        return message
-
-    def introduce(self, found: Numbering, secret: str, job: str, deadline: float) -> None:
-        """Say who this process is, and wait until all others have done so."""
-        try:
-            challenge = self._receive(deadline)
-        except TransportError as error:
-            # The last job has met, and frees the address.
-            raise _NotYetError(
-                _absent(self._place, self._limit, "it closes connections")
-            ) from error
-        if challenge.get("arraycomm") != _PROTOCOL:
-            raise self._foreign()
-        other = challenge.get("job")
-        if other and job and other != job:
-            raise _NotYetError(
-                BackendUnavailableError(
-                    f"init: two jobs use the coordinator address {self._place} at the same time, "
-                    f"this one ({job}) and another one ({other}); give each job an address of its "
-                    "own"
-                )
-            )
-        nonce = secrets.token_hex(16)
-        answer = {
-            "rank": found.rank,
-            "size": found.size,
-            "pid": os.getpid(),
-            "name": socket.gethostname(),
-            "nonce": nonce,
-            "proof": _proof(secret, str(challenge.get("nonce")), "process"),
-        }
-        self._send(answer)
-        reply = self._receive(deadline)
-        if reply.get("proof") != _proof(secret, nonce, "coordinator"):
-            raise BackendUnavailableError(
-                f"init: the coordinator at {self._place} does not know the secret of this process; "
-                f"set {SECRET} to the same on every process, or on none"
-            )
-
-    def _lost(self) -> TransportError:
-        return TransportError(
-            f"init: process 0, the coordinator at {self._place}, has ended before all processes "
-            "were connected"
-        )
-
-    def _foreign(self) -> BackendUnavailableError:
-        return BackendUnavailableError(
-            f"init: what answers at {self._place} is no arraycomm; choose another coordinator "
-            "address"
-        )
-
-
-def join(found: Numbering, environment: Mapping[str, str]) -> Meeting:
-    """Return a connection to all others, once all have come; process 0 serves them."""
-    limit = seconds_to_start(environment)
-    deadline = time.monotonic() + limit
-    secret, job = environment.get(SECRET, ""), _job_of(environment)
-    while True:
-        served = _serve(found, secret, limit, job) if found.rank == 0 else None
-        try:
-            with ExitStack() as to_close:
-                connection = to_close.enter_context(_connect(found.place, limit))
-                meeting = Meeting(connection, found.place, limit, served)
-                meeting.introduce(found, secret, job, deadline + _LATER)
-                to_close.pop_all()
-                return meeting
-        except _NotYetError as error:
-            if time.monotonic() > deadline:
-                raise error.args[0] from error.__cause__
-            time.sleep(_NAP)
-        except Exception:
-            if served is not None:
-                # Those who come later hear of it.
-                served.join()
-            raise
-
-
-def _serve(found: Numbering, secret: str, limit: float, job: str) -> Coordinator | None:
-    """Start the coordinator; None if its address is in use, where somebody will say why."""
-    try:
-        listener = listen(found.place)
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            return None
-        raise BackendUnavailableError(
-            f"init: process 0 cannot listen at {found.place}: {error.strerror or error}; the "
-            "coordinator address has to be one of the host of process 0"
-        ) from error
-    made = Coordinator(listener, found, secret, limit, job)
-    made.start()
-    return made
-
-
-def _connect(place: Place, limit: float) -> socket.socket:
-    try:
-        return _connected(place)
-    except socket.gaierror as error:
-        raise BackendUnavailableError(
-            f"init: the host of the coordinator address {place} is not known here: {error.strerror}"
-        ) from error
-    except OSError as error:
-        raise _NotYetError(_absent(place, limit, error.strerror or str(error))) from error
-
-
-def _absent(place: Place, limit: float, why: str) -> CommTimeoutError:
+def _absent(told: Numbering, why: str) -> CommTimeoutError:
     return CommTimeoutError(
-        f"init: process 0, the coordinator, was not at {place} for {limit:g} s ({why}); start "
-        f"process 0 as well, or set {LIMIT} to more seconds{place.reach}"
+        f"init: process 0, the coordinator, was not at {told.place} for {told.limit:g} s ({why}); "
+        f"start process 0 as well, or set {LIMIT} to more seconds{told.place.reach}"
     )
-
-
-def _connected(place: Place) -> socket.socket:
-    if place.host:
-        return socket.create_connection((place.host, place.port), timeout=DEFAULT_LIMIT)
-    with ExitStack() as to_close:
-        connection = to_close.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-        connection.connect(_local_name(place))
-        if not _is_own(connection):
-            raise BackendUnavailableError(f"init: a process of another user answers at {place}")
-        to_close.pop_all()
-        return connection

@@ -12,6 +12,11 @@ from arraycomm._launch import ADDRESS, NUMBER, RANK, TORCHRUN, by_torchrun
 _OWN: Final = (ADDRESS, NUMBER, RANK)
 # The number of processes and that of this one, as Slurm sets them.
 _SRUN: Final = ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID")
+SECRET: Final = "ARRAYCOMM_COORDINATOR_SECRET"
+LIMIT: Final = "ARRAYCOMM_START_TIMEOUT"
+DEFAULT_LIMIT: Final = 60.0
+# Where batch systems say which job this is.
+_JOBS: Final = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID", "COBALT_JOBID")
 EXAMPLE: Final = "127.0.0.1:4321"
 _LAST_PORT: Final = 65535
 
@@ -43,12 +48,17 @@ class Place(NamedTuple):
 
 
 class Numbering(NamedTuple):
-    """The number of this process and of all, the variables that say so, and where they meet."""
+    """The number of this process and of all, the variables that say so, and how they meet."""
 
     rank: int
     size: int
     place: Place
     variables: tuple[str, str]
+    # Seconds in which all have to come.
+    limit: float = DEFAULT_LIMIT
+    secret: str = ""
+    # What a batch system calls this job, as in `SLURM_JOB_ID 17`; empty without one.
+    job: str = ""
 
 
 def numbering(environment: Mapping[str, str]) -> Numbering | None:
@@ -122,4 +132,24 @@ def _numbered(
             f"init: {variables[1]} must be from 0 to {int(number) - 1}, since {variables[0]} is "
             f"{number}; got {rank!r}"
         )
-    return Numbering(int(rank), int(number), place, variables)
+    job = next((name for name in _JOBS if environment.get(name)), "")
+    return Numbering(
+        int(rank),
+        int(number),
+        place,
+        variables,
+        _seconds_to_start(environment),
+        environment.get(SECRET, ""),
+        job and f"{job} {environment[job]}",
+    )
+
+
+def _seconds_to_start(environment: Mapping[str, str]) -> float:
+    said = environment.get(LIMIT) or str(DEFAULT_LIMIT)
+    try:
+        limit = float(said)
+    except ValueError:
+        limit = 0.0
+    if not 0 < limit < float("inf"):
+        raise ValueError(f"init: {LIMIT} must be a number of seconds; got {said!r}")
+    return limit

@@ -1,14 +1,12 @@
-"""How processes of one node come together without MPI, by a store that all can reach."""
+"""How processes of one node come together without MPI, once they can tell one another texts."""
 
 from __future__ import annotations
 
 import json
-import os
 import socket
 import tempfile
-from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
-from typing import Protocol
 
 from arraycomm._errors import BackendUnavailableError
 from arraycomm._exit.exit import refuse_forked_child, watch_exit
@@ -22,47 +20,23 @@ from arraycomm._start.opened import Opened, open_root
 from arraycomm._transports.processes.transport import ProcessesTransport, meet, memory_bytes
 
 
-class Store(Protocol):
-    """What brings the processes together, as the stores of torch.distributed do."""
-
-    def set(self, key: str, value: str, /) -> object:
-        """Let the other processes get a text."""
-
-    def get(self, key: str, /) -> bytes:
-        """Return a text that a process has set, or will set."""
-
-
 def open_by_numbers(found: Numbering, arguments: Arguments) -> Opened:
     """Open a group over the processes that the environment numbers; collective."""
     refuse_forked_child("init")
-    meeting = join(found, os.environ)
-    try:
-        opened = open_on_node(meeting, found.rank, found.size, arguments)
-    except BaseException:
-        meeting.leave(well=False)
-        raise
-    meeting.leave(well=True)
-    return opened
+    with closing(join(found)) as meeting:
+        return open_on_node(meeting.tell, found.rank, found.size, arguments)
 
 
-def open_on_node(store: Store, rank: int, size: int, arguments: Arguments) -> Opened:
-    """Open a group over the processes that call this with the same store; collective.
+def open_on_node(tell: Tell, rank: int, size: int, arguments: Arguments) -> Opened:
+    """Open a group over the processes that `tell` one another texts; collective.
 
     If the arguments of a rank are wrong, it raises, and all others raise `PeerError`.
     """
     refuse_forked_child("init")
     watch_exit()
-
-    def get(key: str) -> str:
-        return store.get(key).decode()
-
-    def tell(name: str, text: str) -> Iterator[str]:
-        store.set(f"{name}/{rank}", text)
-        return (get(f"{name}/{other}") for other in range(size))
-
     refuse_different(seen(), tell)
     options, request = agree(lambda: replace(arguments, backend="auto").checked(rank, size), tell)
-    memory, lives = meet(store.set, get, rank, size)
+    memory, lives = meet(tell, rank, size)
     if memory is None:
         raise BackendUnavailableError(
             f"init: the ranks are not able to map the same memory: {_why_apart(tell, size)}"

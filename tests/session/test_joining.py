@@ -10,18 +10,20 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
+from functools import partial
 
 import pytest
 
 from arraycomm import BackendUnavailableError, CommTimeoutError, TransportError
 from arraycomm._start import joining
-from arraycomm._start.joining import Meeting, join, listen, seconds_to_start
+from arraycomm._start.joining import Coordinator, Member, join, listen
 from arraycomm._start.numbering import Numbering, Place
 from tests.support.launcher import LAUNCHED
 
 pytestmark = pytest.mark.skipif(LAUNCHED, reason="runs where pytest is alone")
 
+Meeting = Coordinator | Member
 VARIABLES = ("NUMBER", "RANK")
 # Seconds in which every process has to hear what is wrong.
 SOON = 20.0
@@ -58,10 +60,9 @@ def outcomes(*processes: Callable[[], object]) -> list[object]:
 
 
 def process(
-    rank: int, size: int, place: Place, limit: float = SOON, **environment: str
+    rank: int, size: int, place: Place, limit: float = SOON, secret: str = "", job: str = ""
 ) -> Callable[[], Meeting]:
-    settings = {joining.LIMIT: str(limit), **environment}
-    return lambda: join(Numbering(rank, size, place, VARIABLES), settings)
+    return lambda: join(Numbering(rank, size, place, VARIABLES, limit, secret, job))
 
 
 @pytest.fixture(params=[free_place, local_place], ids=["port", "name"])
@@ -70,15 +71,12 @@ def place(request: pytest.FixtureRequest) -> Place:
     return found
 
 
-def test_all_get_what_one_sets(place: Place) -> None:
-    def exchange(rank: int) -> list[bytes]:
-        meeting = process(rank, 3, place)()
-        meeting.set(f"of/{rank}", str(rank) * 3)
-        said = [meeting.get(f"of/{other}") for other in range(3)]
-        meeting.leave(well=True)
-        return said
+def test_each_gets_what_all_tell(place: Place) -> None:
+    def exchange(rank: int) -> list[list[str]]:
+        with closing(process(rank, 3, place)()) as meeting:
+            return [meeting.tell("", str(rank) * count) for count in (3, 100_000)]
 
-    expected = [b"000", b"111", b"222"]
+    expected = [[str(rank) * count for rank in range(3)] for count in (3, 100_000)]
     assert outcomes(*(lambda r=r: exchange(r) for r in range(3))) == [expected] * 3
 
 
@@ -105,16 +103,13 @@ def test_every_process_is_told_what_is_wrong(numbers, error, said) -> None:
 
 
 def test_jobs_with_one_address_start_one_after_the_other(place: Place) -> None:
+    def exchange(rank: int, job: str) -> list[str]:
+        with closing(process(rank, 2, place, job=job)()) as meeting:
+            return meeting.tell("", job)
+
     jobs = [(0, "A"), (1, "B"), (0, "B"), (1, "A")]
-    met = outcomes(*(process(rank, 2, place, SLURM_JOB_ID=job) for rank, job in jobs))
-    for meeting, (rank, job) in zip(met, jobs, strict=True):
-        assert isinstance(meeting, Meeting), meeting
-        meeting.set(f"job/{rank}", job)
-    meetings = [meeting for meeting in met if isinstance(meeting, Meeting)]
-    said = [(meeting.get("job/0"), meeting.get("job/1")) for meeting in meetings]
-    for meeting in meetings:
-        meeting.leave(well=True)
-    assert said == [(job.encode(), job.encode()) for _, job in jobs]
+    said = outcomes(*(lambda r=rank, j=job: exchange(r, j) for rank, job in jobs))
+    assert said == [[job] * 2 for _, job in jobs]
 
 
 def test_a_job_that_frees_its_address_ends_no_other_job(place: Place) -> None:
@@ -123,12 +118,12 @@ def test_a_job_that_frees_its_address_ends_no_other_job(place: Place) -> None:
     found = outcomes(*(process(rank, 2, place) for rank in range(2)))
     for meeting in found:
         assert isinstance(meeting, Meeting), meeting
-        meeting.leave(well=True)
+        meeting.close()
 
 
 def test_processes_of_two_jobs_are_not_one_world(place: Place) -> None:
     first, other = outcomes(
-        process(0, 2, place, 0.7, PBS_JOBID="7"), process(1, 2, place, 0.5, PBS_JOBID="8")
+        process(0, 2, place, 0.7, job="PBS_JOBID 7"), process(1, 2, place, 0.5, job="PBS_JOBID 8")
     )
     assert isinstance(first, CommTimeoutError)
     assert isinstance(other, BackendUnavailableError)
@@ -147,46 +142,51 @@ def test_one_that_comes_late_hears_of_the_error_too() -> None:
     assert all("two processes have the number 1" in str(error) for error in found)
 
 
-@pytest.mark.parametrize("well", [None, False], ids=["dies", "gives up"])
-def test_others_hear_of_one_that_ends(place: Place, well: bool | None) -> None:
-    def ends() -> None:
-        meeting = process(1, 3, place)()
-        meeting.connection.close() if well is None else meeting.leave(well=well)
+@pytest.mark.parametrize("rounds", [0, 1])
+@pytest.mark.parametrize("one", [0, 1], ids=["process 0", "another"])
+def test_others_hear_of_one_that_ends(place: Place, one: int, rounds: int) -> None:
+    def tells(rank: int) -> None:
+        with closing(process(rank, 3, place)()) as meeting:
+            for _ in range(rounds if rank == one else 2):
+                meeting.tell("", "")
 
-    def waits(rank: int) -> object:
-        meeting = process(rank, 3, place)()
-        try:
-            return meeting.get("never set")
-        finally:
-            meeting.connection.close()
-
-    _, *found = outcomes(ends, lambda: waits(0), lambda: waits(2))
-    for error in found:
+    outcome = outcomes(*(lambda r=r: tells(r) for r in range(3)))
+    assert outcome.pop(one) is None
+    for error in outcome:
         assert isinstance(error, TransportError)
-        assert "process 1 has ended before all processes were connected" in str(error)
+        assert re.search(f"process {one}.* has ended before all processes were", str(error))
+
+
+def test_one_that_says_no_more_is_named() -> None:
+    place = free_place()
+    silent, *others = outcomes(*(process(rank, 3, place, 0.5) for rank in (2, 0, 1)))
+    for error in outcomes(*(partial(one.tell, "", "") for one in others)):  # type: ignore[attr-defined]
+        with pytest.raises(CommTimeoutError, match=r"2 of 3 \w+ have .* in 0.5 s; missing: 2$"):
+            raise error  # type: ignore[misc]
+    for meeting in (silent, *others):
+        meeting.close()  # type: ignore[attr-defined]
 
 
 def test_secret_is_the_same_for_all() -> None:
     place = free_place()
-    own, other = ({joining.SECRET: secret} for secret in ("a", "b"))
-    first, second = outcomes(process(0, 2, place, 0.5, **own), process(1, 2, place, 0.5, **other))
+    first, second = outcomes(process(0, 2, place, 0.5, "a"), process(1, 2, place, 0.5, "b"))
     assert isinstance(first, CommTimeoutError)
     assert isinstance(second, BackendUnavailableError)
     assert "the secret of this process is not that of process 0" in str(second)
-    together = outcomes(process(0, 2, place, **own), process(1, 2, place, **own))
-    for meeting in together:
+    for meeting in outcomes(*(process(rank, 2, place, secret="a") for rank in range(2))):
         assert isinstance(meeting, Meeting)
-        meeting.connection.close()
+        meeting.close()
 
 
+HELLO = {"rank": 1, "size": 2, "name": "", "nonce": "", "proof": ""}
 GARBAGE = (
     b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
     b"\xff\x00" * 50,
     b"x" * (2 * joining.LONGEST),
     b"[" * 20_000 + b"\n",
     b'{"rank": 1}\n',
-    json.dumps({"rank": 1, "size": 2, "pid": 1, "proof": "\ud800", "nonce": "", "host": "", "name": ""}).encode() + b"\n",
-    json.dumps({"rank": True, "size": 2, "pid": 1, "proof": "", "nonce": "", "host": "", "name": ""}).encode() + b"\n",
+    b'{"text": ""}\n',
+    *(json.dumps(HELLO | wrong).encode() + b"\n" for wrong in ({}, {"proof": "\ud800"}, {"rank": 2}, {"size": "2"})),
     b"",
 )  # fmt: skip
 
@@ -210,10 +210,10 @@ def test_strangers_do_not_disturb() -> None:
         silent.sendall(b'{"rank": 1, ')  # and no more
         second = process(1, 2, place)()
         assert isinstance(first.result(), Meeting)
-        second.set("key", "text")
-        assert first.result().get("key") == b"text"
-        for connection in (silent, second.connection, first.result().connection):
-            connection.close()
+        said = outcomes(partial(first.result().tell, "", "a"), partial(second.tell, "", "b"))
+        assert said == [["a", "b"]] * 2
+        for each in (silent, second, first.result()):
+            each.close()
 
 
 def _connection(place: Place) -> socket.socket:
@@ -268,12 +268,3 @@ def test_address_has_to_be_one_of_this_host() -> None:
         BackendUnavailableError, match=r"the host of the coordinator address .* is not known"
     ):
         process(1, 2, Place("no-such-host.invalid", 4321))()
-
-
-@pytest.mark.parametrize("said", ["soon", "-1", "nan", "inf", "0"])
-def test_limit_is_a_number_of_seconds(said: str) -> None:
-    with pytest.raises(
-        ValueError, match=f"{joining.LIMIT} must be a number of seconds; got '{said}'"
-    ):
-        seconds_to_start({joining.LIMIT: said})
-    assert seconds_to_start({}) == joining.DEFAULT_LIMIT

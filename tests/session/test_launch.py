@@ -10,7 +10,7 @@ from arraycomm import BackendUnavailableError
 from arraycomm._launch import Launch, detect, launched
 from arraycomm._start import before_mpi
 from arraycomm._start.choice import choose_start
-from arraycomm._start.numbering import Numbering, Place, numbering
+from arraycomm._start.numbering import LIMIT, SECRET, Numbering, Place, numbering
 
 OWN = {
     "ARRAYCOMM_COORDINATOR_ADDRESS": "127.0.0.1:4321",
@@ -56,6 +56,8 @@ def test_processes_are_numbered_by_what_started_them() -> None:
     assert numbering(OWN | {"ARRAYCOMM_COORDINATOR_ADDRESS": "[::1]:80"}) == Numbering(
         3, 4, Place("::1", 80), own
     )
+    said = {LIMIT: "7", SECRET: "a", "PBS_JOBID": "8"}
+    assert numbering(OWN | said) == Numbering(3, 4, PLACE, own, 7.0, "a", "PBS_JOBID 8")
     found = numbering(TORCHRUN)
     assert found is not None
     assert found.place.host == ""
@@ -80,6 +82,10 @@ def test_processes_are_numbered_by_what_started_them() -> None:
         *(
             ({"ARRAYCOMM_COORDINATOR_ADDRESS": said}, ValueError, "must be a host and a port, as in")
             for said in ("4321", "host", ":4321", "host:", "host:0", "host:65536", "host:http")
+        ),
+        *(
+            ({LIMIT: said}, ValueError, f"{LIMIT} must be a number of seconds; got '{said}'")
+            for said in ("soon", "-1", "nan", "inf", "0")
         ),
     ],
 )  # fmt: skip

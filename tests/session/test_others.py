@@ -13,8 +13,8 @@ import pytest
 
 import arraycomm as ac
 from arraycomm._start.choice import choose_start
-from arraycomm._start.joining import LIMIT, join
-from arraycomm._start.numbering import numbering
+from arraycomm._start.joining import join
+from arraycomm._start.numbering import LIMIT, numbering
 from tests.support.launcher import LAUNCHED
 
 pytestmark = pytest.mark.skipif(LAUNCHED, reason="launches programs of its own")
@@ -118,10 +118,10 @@ def test_jax_that_has_met_makes_no_world_of_one(nothing_known: pytest.MonkeyPatc
 def test_processes_that_may_be_on_several_hosts_hear_that_this_needs_mpi(rank: int) -> None:
     """As in pods of Kubeflow, which say nothing of hosts."""
     variables = {"WORLD_SIZE": "2", "RANK": str(rank), "MASTER_ADDR": "10.0.0.1"}
-    found = numbering(variables | {"MASTER_PORT": str(os.getpid())})
+    found = numbering(variables | {"MASTER_PORT": str(os.getpid()), LIMIT: "0.3"})
     assert found is not None
     with pytest.raises(ac.CommTimeoutError) as caught:
-        join(found, {LIMIT: "0.3"})
+        join(found)
     place = "the socket of this host (without MPI all processes have to be on one host; on several "
     assert f"{place}start them with mpiexec)" in str(caught.value)
     assert "10.0.0.1" not in str(caught.value)

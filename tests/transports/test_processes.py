@@ -38,20 +38,18 @@ _ARGUMENTS = Arguments("auto", None, check=True, reproducible=True, timeout=60.0
 
 
 class _Store(dict[str, str]):
-    """A store as torch has it: `get` waits for what another rank sets."""
+    """Texts by name and rank; each rank waits for those of all."""
 
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
+    def __init__(self, size: int = 1) -> None:
+        self._changed, self._size = threading.Condition(), size
 
-    def set(self, key: str, value: str) -> None:
+    def tell(self, rank: int, name: str, text: str) -> list[str]:
+        keys = [f"{name}/{other}" for other in range(self._size)]
         with self._changed:
-            self[key] = value
+            self[keys[rank]] = text
             self._changed.notify_all()
-
-    def get(self, key: str) -> bytes:  # type: ignore[override]
-        with self._changed:
-            assert self._changed.wait_for(lambda: key in self, 20), key
-            return self[key].encode()
+            assert self._changed.wait_for(lambda: self.keys() >= set(keys), 20), keys
+            return [self[key] for key in keys]
 
 
 def _refusing(monkeypatch: pytest.MonkeyPatch, prefixes: tuple[str, ...]) -> None:
@@ -65,13 +63,10 @@ def _refusing(monkeypatch: pytest.MonkeyPatch, prefixes: tuple[str, ...]) -> Non
 
 
 def _met() -> list[Any]:
-    store = _Store()
+    store = _Store(_SIZE)
     with ThreadPoolExecutor(_SIZE) as ranks:
         return list(
-            ranks.map(
-                lambda rank: meet(store.set, lambda key: store.get(key).decode(), rank, _SIZE)[0],
-                range(_SIZE),
-            )
+            ranks.map(lambda rank: meet(partial(store.tell, rank), rank, _SIZE)[0], range(_SIZE))
         )
 
 
@@ -114,13 +109,13 @@ def test_no_rank_has_memory_that_another_cannot_map(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("arraycomm._start.on_node.watch_exit", lambda: None)
     room = f"no room for {memory_bytes(1) / 2**20:.3g} MiB in memory"
     with pytest.raises(ac.BackendUnavailableError, match=room):
-        open_on_node(_Store(), 0, 1, _ARGUMENTS)
+        open_on_node(partial(_Store().tell, 0), 0, 1, _ARGUMENTS)
 
 
 def test_forked_child_of_a_rank_begins_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("arraycomm._exit.exit._process.forked", True)
     with pytest.raises(ac.CommunicatorClosedError, match="init: a forked process cannot use"):
-        open_on_node(_Store(), 0, 1, _ARGUMENTS)
+        open_on_node(partial(_Store().tell, 0), 0, 1, _ARGUMENTS)
 
 
 @pytest.mark.parametrize(
@@ -145,12 +140,12 @@ def test_ranks_that_share_no_memory_are_told_why(
         "namespaces",
         lambda: dict(zip(["mount namespace", "PID namespace"], here.place[1:], strict=True)),
     )
-    store = _Store()
+    store = _Store(_SIZE)
 
     def start(rank: int) -> None:
         here.place = where[rank].split()
         with pytest.raises(ac.BackendUnavailableError, match=said):
-            open_on_node(store, rank, _SIZE, _ARGUMENTS)
+            open_on_node(partial(store.tell, rank), rank, _SIZE, _ARGUMENTS)
 
     with ThreadPoolExecutor(_SIZE) as ranks:
         list(ranks.map(start, range(_SIZE)))
@@ -254,11 +249,10 @@ def test_memory_is_made_without_calls_that_macos_lacks(monkeypatch: pytest.Monke
 
 def test_ranks_of_different_versions_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("arraycomm._start.on_node.watch_exit", lambda: None)
-    store = _Store()
-    for name in ("version/1", "build/1"):
-        store.set(name, "another")
+    store = _Store(2)
+    store |= dict.fromkeys(("version/1", "build/1"), "another")
     with pytest.raises(ac.MismatchError, match="rank 1: another"):
-        open_on_node(store, 0, 2, _ARGUMENTS)
+        open_on_node(partial(store.tell, 0), 0, 2, _ARGUMENTS)
 
 
 def test_file_is_closed_if_a_rank_dies_before_all_have_opened_it() -> None:

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import count
 from typing import Final
 
 import numpy as np
@@ -173,30 +174,22 @@ class ProcessesTransport(PartsTransport):
 
 # The meeting
 
-Put = Callable[[str, str], object]
-Get = Callable[[str], str]
 
-
-def meet(put: Put, get: Get, rank: int, size: int) -> tuple[Bytes | None, Lives]:
+def meet(
+    tell_all: Callable[[str, str], Sequence[str]], rank: int, size: int
+) -> tuple[Bytes | None, Lives]:
     """Return the memory that the ranks share, made by rank 0, and what tells which of them die.
 
-    The memory is None on all if one cannot open it.
-
-    `put(key, text)` and `get(key)` are those of a store that all ranks can reach; `get` waits for
-    what another rank puts.
+    The memory is None on all if one cannot open it. `tell_all` gives the other ranks a text of a
+    name that has not been used before, and returns those of all ranks.
     """
-    tries = 0
+    tries = count(1)
 
     def tell(path: str) -> str:
-        nonlocal tries
-        tries += 1
-        if rank == 0:
-            put(f"{tries}/memory", path)
-        return get(f"{tries}/memory")
+        return tell_all(f"memory {next(tries)}", path)[0]
 
     def agree(opened: bool) -> bool:
-        put(f"{tries}/opened/{rank}", "yes" if opened else "no")
-        return "no" not in [get(f"{tries}/opened/{other}") for other in range(size)]
+        return "no" not in tell_all(f"opened {next(tries)}", "yes" if opened else "no")
 
     memory = share_file(memory_bytes(size), tell, agree, makes=rank == 0)
     return memory, Lives({}) if memory is None else find_lives(tell, agree, rank, range(size))
