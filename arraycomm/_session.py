@@ -27,7 +27,7 @@ from arraycomm._protocol.waits import still_waiting
 from arraycomm._start import arguments as asked
 from arraycomm._start.arguments import Arguments, Default, default, seconds_of
 from arraycomm._start.choice import Start, choose_start, open_world, refuse_other_ranks
-from arraycomm._start.opened import open_alone
+from arraycomm._start.opened import Opened, open_alone
 from arraycomm._start.over_mpi import mpi_transport
 from arraycomm._trace.trace import begin_world, end_world
 from arraycomm._transports.notes import FAILED, GAVE_UP
@@ -39,19 +39,19 @@ class _Session:
 
     world: Communicator | None
     arguments: dict[str, Any]
-    # How the ranks communicate.
-    facts: list[str]
+    # What `init` has opened; it says how the ranks communicate.
+    opened: Opened | None
     # Whether it is of this process alone, and nobody has asked for that.
     is_one: bool
 
     def show(self, verbose: bool) -> None:
         """Print on rank 0 how the ranks communicate, if that was asked for."""
-        if verbose and self.world is not None and self.world.rank == 0:
-            write("".join(f"arraycomm: {fact}\n" for fact in self.facts))
+        if verbose and self.opened is not None and self.opened.runner.group.rank == 0:
+            write("".join(f"arraycomm: {fact}\n" for fact in self.opened.facts()))
 
     def end(self) -> None:
         """Forget the world; called in forked children as well."""
-        self.world, self.arguments, self.facts, self.is_one = None, {}, [], False
+        self.world, self.arguments, self.opened, self.is_one = None, {}, None, False
 
 
 _session = _Session()
@@ -167,7 +167,7 @@ def init(
     opened = open_world(start, given)
     use_threads(threads_for(opened.runner.group.transport.local_size, os.environ))
     _session.world, _session.arguments = Communicator(opened.runner), arguments
-    _session.facts = opened.facts()
+    _session.opened = opened
     _session.is_one = backend == "auto" and _session.world.size == 1
     begin_world(opened.runner)
     _session.show(verbose)
