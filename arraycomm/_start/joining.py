@@ -103,7 +103,8 @@ class _Wire:
 
 def _ready(files: Iterable[Any]) -> list[Any]:
     """Return what can be read of; maybe none, so that one can look at the clock."""
-    with selectors.DefaultSelector() as selector:
+    # This kind needs no descriptor, of which strangers may leave none.
+    with selectors.PollSelector() as selector:
         for file in files:
             selector.register(file, selectors.EVENT_READ)
         return [key.fileobj for key, _ in selector.select(_NAP)]

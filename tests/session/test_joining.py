@@ -178,6 +178,14 @@ def test_secret_is_the_same_for_all() -> None:
         meeting.close()
 
 
+def test_process_of_another_user_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.getuid", lambda: -1)
+    place = local_place()
+    first, second = outcomes(process(0, 2, place, 0.5), process(1, 2, place))
+    assert isinstance(first, CommTimeoutError)
+    assert "a process of another user answers at the socket" in str(second)
+
+
 HELLO = {"rank": 1, "size": 2, "name": "", "nonce": "", "proof": ""}
 GARBAGE = (
     b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
