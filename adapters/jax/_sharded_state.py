@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn
+from functools import partial
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-
-
-class Elsewhere(NamedTuple):
-    """Stands for a leaf that another rank keeps; to JAX it is a tree without leaves."""
 
 
 @dataclass(frozen=True)
@@ -21,15 +18,13 @@ class Division:
 
     # Exchanges updates; see `arraycomm._training.shards`.
     shards: Any
-    # The structures of the parameters, and of the whole state.
+    # The structure of the parameters, and the rank that owns each of their leaves.
     params: Any
-    state: Any
-    # The rank that owns each leaf of the parameters.
     owners: tuple[int, ...]
-    # To which of these each leaf of the state belongs; None for what every rank keeps.
+    # The whole state: a tree of dtypes and shapes.
+    state: Any
+    # To which parameter each of its leaves belongs; None for what every rank keeps.
     state_leaves: tuple[int | None, ...]
-    # The dtype and shape of each leaf of the whole state.
-    state_types: tuple[Any, ...]
 
     def __hash__(self) -> int:
         # JAX asks for it in every call of a compiled function.
@@ -37,6 +32,13 @@ class Division:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Division:
         return self
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise TypeError(
+            "this state is sharded, so what this rank has of it is not whole; call "
+            "arraycomm.adapters.jax.gather_state(state) on all ranks for the whole state, and give "
+            "each rank its part of that with shard_state(whole, like)"
+        )
 
     @property
     def kept_of_params(self) -> list[bool]:
@@ -50,66 +52,52 @@ class Division:
         own = self.kept_of_params
         return [leaf is None or own[leaf] for leaf in self.state_leaves]
 
-    def kept(self, leaves: Iterable[Any]) -> ShardedState:
-        """Return a state with these leaves, those that this rank keeps."""
-        whole = jax.tree.unflatten(self.state, filled(leaves, self.kept_of_state))
-        return ShardedState(whole, self)
+    def own(self, tree: Any, name: str) -> Any:
+        """Return a tree like the parameters with one element in place of other ranks' leaves.
+
+        With them the transformation, and XLA, see as many leaves as without sharding. For XLA
+        compiles the update of one leaf otherwise than that of several, and noise is drawn for all.
+        """
+        leaves, structure = jax.tree.flatten(tree)
+        if structure != self.params:
+            raise ValueError(f"{name} must have the structure {self.params}; got {structure}")
+        given = [
+            leaf if is_own else jnp.asarray(np.ones((1,) * np.ndim(leaf), jnp.result_type(leaf)))
+            for leaf, is_own in zip(leaves, self.kept_of_params, strict=True)
+        ]
+        return jax.tree.unflatten(structure, given)
+
+    def part(self, kept: Iterable[Any], others: Any) -> ShardedState:
+        """Return a state of the leaves that this rank keeps, with the rest of the tree `others`."""
+        rest, (leaves, structure) = iter(kept), jax.tree.flatten(others)
+        found = [
+            next(rest) if is_kept else leaf
+            for leaf, is_kept in zip(leaves, self.kept_of_state, strict=True)
+        ]
+        return ShardedState(jax.tree.unflatten(structure, found), self)
 
 
-@jax.tree_util.register_pytree_with_keys_class
+@partial(jax.tree_util.register_dataclass, data_fields=["inner"], meta_fields=["division"])
+@dataclass(eq=False)
 class ShardedState:
     """The part of an optimizer's state that a rank keeps.
 
     Attributes
     ----------
     inner : pytree
-        The state of the plain transformation, with `Elsewhere()` in place of every leaf that
-        belongs to another rank.
+        The state of the plain transformation. Of a leaf of another rank's it is that of an array
+        with one element.
     division : Division
         Which rank owns what; the same object in all states of a loop.
     """
 
-    def __init__(self, inner: Any, division: Division) -> None:
-        self.inner, self.division = inner, division
-
-    def tree_flatten_with_keys(self) -> tuple[Any, Any]:
-        return ((jax.tree_util.GetAttrKey("inner"), self.inner),), self.division
-
-    def tree_flatten(self) -> tuple[Any, Any]:
-        return (self.inner,), self.division
-
-    @classmethod
-    def tree_unflatten(cls, division: Division, children: Any) -> ShardedState:
-        return cls(children[0], division)
-
-    def __copy__(self) -> ShardedState:
-        return ShardedState(self.inner, self.division)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedState:
-        return ShardedState(jax.tree.map(jnp.copy, self.inner), self.division)
-
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
-        raise TypeError(
-            "this state is sharded, so what this rank has of it is not whole; call "
-            "arraycomm.adapters.jax.gather_state(state) on all ranks for the whole state, and give "
-            "each rank its part of that with shard_state(whole, like)"
-        )
-
-
-def filled(leaves: Iterable[Any], kept: Sequence[bool]) -> list[Any]:
-    """Return the leaves that are kept, and a mark in place of each other one."""
-    rest = iter(leaves)
-    return [next(rest) if is_kept else Elsewhere() for is_kept in kept]
+    inner: Any
+    division: Division
 
 
 def select(inputs: Sequence[Any], used: Sequence[bool]) -> list[Any]:
     """Return the inputs that are used."""
     return [x for x, is_used in zip(inputs, used, strict=True) if is_used]
-
-
-def is_elsewhere(part: Any) -> bool:
-    """Return whether a leaf stands for one that another rank keeps."""
-    return isinstance(part, Elsewhere)
 
 
 def division_of(state: Any) -> Division:
@@ -154,27 +142,26 @@ def gather_state(state: Any, *, root: int = 0) -> Any:
     >>> import arraycomm as ac
     >>> from arraycomm.adapters.jax import gather_state, shard_state
     >>> from arraycomm.testing import run
-    >>> params = {"a": jax.numpy.zeros(2), "b": jax.numpy.zeros(2)}
+    >>> params = {"a": jax.numpy.zeros(9), "b": jax.numpy.zeros(9)}
     >>> def train(comm):
     ...     optimizer = ac.DistributedOptimizer(optax.trace(0.9), comm=comm, shard=True)
     ...     state = optimizer.init(params)
     ...     _, state = optimizer.update(params, state)
     ...     whole = gather_state(state)
-    ...     return len(jax.tree.leaves(state)), len(jax.tree.leaves(whole))
+    ...     return [leaf.size for leaf in jax.tree.leaves((state, whole))]
     >>> run(2, train)
-    [(1, 2), (1, 0)]
+    [[9, 1, 9, 9], [1, 9]]
     """
-    found = [part for part in jax.tree.leaves(state, is_leaf=_is_sharded) if _is_sharded(part)]
+    parts, structure = jax.tree.flatten(state, is_leaf=_is_sharded)
+    found = list(filter(_is_sharded, parts))
     if not found:
         raise ValueError(
             "gather_state: there is no sharded state in this tree; pass the state of a "
             "transformation that DistributedOptimizer(..., shard=True) returned"
         )
-    gathered = iter([_gather(part, root) for part in found])
-    whole = jax.tree.map(
-        lambda part: next(gathered) if _is_sharded(part) else part, state, is_leaf=_is_sharded
-    )
-    return whole if found[0].division.shards.comm.rank == root else None
+    whole = [_gather(part, root) if _is_sharded(part) else part for part in parts]
+    rank = found[0].division.shards.comm.rank
+    return jax.tree.unflatten(structure, whole) if rank == root else None
 
 
 def shard_state(whole: Any, like: Any) -> Any:
@@ -207,14 +194,14 @@ def shard_state(whole: Any, like: Any) -> Any:
     >>> import arraycomm as ac
     >>> from arraycomm.adapters.jax import shard_state
     >>> from arraycomm.testing import run
-    >>> params = {"a": jax.numpy.zeros(2), "b": jax.numpy.zeros(2)}
+    >>> params = {"a": jax.numpy.zeros(9), "b": jax.numpy.zeros(9)}
     >>> whole = optax.trace(0.9).init(params)
     >>> def resume(comm):
     ...     optimizer = ac.DistributedOptimizer(optax.trace(0.9), comm=comm, shard=True)
     ...     state = shard_state(whole, like=optimizer.init(params))
-    ...     return len(jax.tree.leaves(state))
+    ...     return [leaf.size for leaf in jax.tree.leaves(state)]
     >>> run(2, resume)
-    [1, 1]
+    [[9, 1], [1, 9]]
     """
     parts, structure = jax.tree.flatten(like, is_leaf=_is_sharded)
     found: Any = structure
@@ -237,17 +224,19 @@ def _cut(part: Any, value: Any) -> Any:
         return value
     division = part.division
     leaves, structure = jax.tree.flatten(value)
-    if structure != division.state:
-        raise _other_state(f"it has {structure} in place of {division.state}")
-    for leaf, kind in zip(leaves, division.state_types, strict=True):
+    wanted: Any = jax.tree.structure(division.state)
+    if structure != wanted:
+        raise _other_state(f"it has {structure} in place of {wanted}")
+    for leaf, kind in zip(leaves, jax.tree.leaves(division.state), strict=True):
         if np.shape(leaf) != kind.shape:
             raise _other_state(f"it has shape {np.shape(leaf)} in place of {kind.shape}")
-    return division.kept(map(jnp.asarray, select(leaves, division.kept_of_state)))
+    kept = map(jnp.asarray, select(leaves, division.kept_of_state))
+    return division.part(kept, part.inner)
 
 
 def _gather(part: ShardedState, root: int) -> Any:
     division = part.division
-    comm, leaves = division.shards.comm, jax.tree.leaves(part.inner, is_leaf=is_elsewhere)
+    comm, leaves = division.shards.comm, jax.tree.leaves(part.inner)
     kept = zip(leaves, division.state_leaves, division.kept_of_state, strict=True)
     sent = {
         number: np.asarray(leaf)
@@ -260,7 +249,7 @@ def _gather(part: ShardedState, root: int) -> Any:
     for each in parts:
         for number, values in each.items():
             leaves[number] = jnp.asarray(values)
-    return jax.tree.unflatten(division.state, leaves)
+    return jax.tree.unflatten(jax.tree.structure(division.state), leaves)
 
 
 def _is_sharded(part: Any) -> bool:

@@ -454,8 +454,8 @@ def test_optax_is_the_same_sharded(name: str, size: int) -> None:
     kept, whole = assert_same_sharded(
         size, lambda comm, shard: train_optax(comm, make, shard, bucket_bytes=100)
     )
-    # A third of the moments, and the counters.
-    assert name != "adam" or max(kept) < 0.5 * whole
+    # A third of the moments, an element of each other one, and the counters.
+    assert name != "adam" or max(kept) < 0.6 * whole
 
 
 def test_a_whole_state_of_optax_is_loaded_on_any_number_of_ranks() -> None:
@@ -523,8 +523,7 @@ def test_transformations_that_depend_on_the_shapes_of_other_leaves_are_refused(
 
 @each_rank_of(2)
 def test_a_refusal_that_one_rank_alone_sees_raises_on_all(comm: Any, optax: Any) -> None:
-    plain = optax.adafactor(0.1, min_dim_size_to_factor=2)
-    optimizer = ac.DistributedOptimizer(plain, comm=comm, shard=True)
+    optimizer = ac.DistributedOptimizer(optax.adafactor(0.1, 2), comm=comm, shard=True)
     shapes = {"b": 2, "t": 2, "w": (3, 2)}
     params = {name: np.ones(shape, np.float32) for name, shape in shapes.items()}
     with pytest.raises((TypeError, ac.PeerError), match="cannot be sharded"):
@@ -534,13 +533,14 @@ def test_a_refusal_that_one_rank_alone_sees_raises_on_all(comm: Any, optax: Any)
 
 @each_rank_of(2)
 def test_states_that_depend_on_gradients_only_at_times_are_refused(comm, jax, optax) -> None:
-    def update(updates: Any, state: Any, params: Any = None, *, peek: Any = None) -> Any:
-        return updates, state if peek is None else state + peek * jax.tree.leaves(updates)[0][0, 0]
+    def update(updates: Any, state: Any, _: Any = None, *, peek: Any = None, scale: Any = 1) -> Any:
+        seen = 0 if peek is None else peek * jax.tree.leaves(updates)[0][0, 0]
+        return jax.tree.map(lambda u: u * scale, updates), state + seen
 
     inner = optax.GradientTransformationExtraArgs(lambda params: jax.numpy.zeros(()), update)
     optimizer = ac.DistributedOptimizer(inner, comm=comm, shard=True)
     params = as_tree(arrays(0))
-    _, state = optimizer.update(params, optimizer.init(params), params)
+    _, state = optimizer.update(params, optimizer.init(params), scale=2.0)
     with pytest.raises(TypeError, match="depends on gradients is not always the same"):
         optimizer.update(params, state, params, peek=1.0)
 
