@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,7 +27,9 @@ class Exchanged(FastPath):
 
     def __init__(self, runner: Runner, call: Call, step: Step, made: Any = None) -> None:
         group, control = runner.group, runner.group.control
-        self._runner, self._group, self._engine = runner, group, group.engine
+        # The group has this path: with the runner it would have its user, and never be let go.
+        self._runner_ref = weakref.ref(runner)
+        self._group, self._engine = group, group.engine
         self._placement: HostPlacement | None = runner.placements.host
         self._negotiable = False
         self._call, self._signature = call, step.signature
@@ -57,6 +60,13 @@ class Exchanged(FastPath):
             patient=group.transport.spins > 0,
             nodes=control.native,
         )
+
+    @property
+    def _runner(self) -> Runner:
+        """Return the runner, which whoever makes the call has."""
+        runner = self._runner_ref()
+        assert runner is not None
+        return runner
 
     @staticmethod
     def arguments(x: Any, rest: tuple[Any, ...], out: Any) -> tuple[Any, ...]:

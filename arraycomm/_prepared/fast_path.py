@@ -274,7 +274,7 @@ class SmallCall(Exchanged):
             if exchange is None or found is None or group.closed is not None:
                 return NotImplemented
             ended = Ended()
-            steps = self._steps(exchange, x, out, *found, site, ended)
+            steps = self._steps(self._runner, exchange, x, out, *found, site, ended)
             task = engine.submit(group.guarded(steps), site)
         return Request(group, task, site, ended)
 
@@ -284,6 +284,7 @@ class SmallCall(Exchanged):
 
     def _steps(
         self,
+        runner: Runner,
         exchange: Any,
         x: Any,
         out: Any,
@@ -303,8 +304,7 @@ class SmallCall(Exchanged):
             group.control.go_on()
         yield group.control
         if not exchange.finish(target):
-            placements = self._runner.placements
-            settling, found = self._settling(x, out, site), placements.after
+            settling, found = self._settling(x, out, site), runner.placements.after
             return (yield from noting(settling, found, group.control, ended))
         try:
             return target if deliver is None else deliver()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from enum import Enum
 from typing import Any
 
@@ -324,3 +324,17 @@ def test_a_prepared_call_beside_another_raises_on_all(comm: ac.Communicator, nam
             ANOTHER[name](trial, x)
         trial.free()
     assert len(said) == len(ANOTHER) - 1
+
+
+@pytest.mark.parametrize("name", [*ANOTHER, "allreduce", "request"])
+@each_rank_of(2)
+def test_what_is_prepared_does_not_keep_a_communicator(comm: ac.Communicator, name: str) -> None:
+    own = {"allreduce": lambda c, x: c.allreduce(x), "request": lambda c, x: c.iallreduce(x).wait()}
+    before = len(internals.related(comm.dup()))
+    for x in [np.ones((2, 2)), np.ones((2, 20_000))] * 3:
+        made = comm.dup()
+        for _ in range(3):
+            with suppress(ac.PeerError, TypeError):
+                {**ANOTHER, **own}[name](made, x)
+        del made
+    assert len(internals.related(comm)) <= before + 1
