@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import tempfile
 from contextlib import closing
 from dataclasses import replace
 
@@ -58,5 +57,5 @@ def _why_apart(tell: Tell, size: int) -> str:
         )
     return (
         f"there is no room for {memory_bytes(size) / (1 << 20):.3g} MiB in memory, in /dev/shm and "
-        f"in {tempfile.gettempdir()}, or the system forbids it; make room"
+        "where temporary files go, or the system forbids it (ulimit -f, ulimit -n); make room"
     )

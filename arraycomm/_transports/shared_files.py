@@ -130,7 +130,7 @@ def _make_unnamed(nbytes: int) -> str:
 
 
 def _make_named(nbytes: int) -> str:
-    for directory in ("/dev/shm", tempfile.gettempdir()):
+    for directory in ("/dev/shm", None):
         try:
             descriptor, path = tempfile.mkstemp(prefix="arraycomm-", dir=directory)
         except OSError:

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -245,6 +246,13 @@ def test_memory_is_made_without_calls_that_macos_lacks(monkeypatch: pytest.Monke
     assert not shared_files.open_file(told, (1 << 20) + 3).any()
     assert os.stat(told.partition(" ")[0]).st_blocks * 512 > 1 << 20  # allocated
     shared_files.close_file(told)
+
+
+def test_no_directory_for_temporary_files_is_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile._os.open", Mock(side_effect=OSError))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    monkeypatch.delattr(os, "memfd_create")
+    assert shared_files.make_file(64) == ""
 
 
 def test_ranks_of_different_versions_are_told(monkeypatch: pytest.MonkeyPatch) -> None:

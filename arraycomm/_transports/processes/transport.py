@@ -133,7 +133,8 @@ class ProcessesTransport(PartsTransport):
         if not opened:
             raise TransportError(
                 "not every rank could open the memory that a new group shares; make room in "
-                "/dev/shm, and let containers have the same one: docker run --ipc=host"
+                "/dev/shm, let containers have the same one (docker run --ipc=host), and allow "
+                "more open files (ulimit -n)"
             )
         if memory is None:
             return None
