@@ -2,7 +2,7 @@
 
 `python -m tests.planted` stops each run at the first law that fails, prints how many faults were
 caught, and writes the table of docs/evidence/planted.md anew. A law counts only if it holds, on the same
-examples, without the fault. With `--all` every law runs on every fault.
+examples, without the fault.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import argparse
 import queue
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,7 +20,7 @@ from tests.planted import page
 from tests.planted.catalogue import FAULTS
 from tests.planted.copies import ROOT, Copy
 from tests.planted.fault import Fault, StaleFaultError
-from tests.planted.runs import Catch, catch, catch_all
+from tests.planted.runs import Catch, catch
 
 # A fault, what caught it, and the seconds that took.
 Result = tuple[Fault, Catch, float]
@@ -30,10 +30,6 @@ def main() -> int:
     """Run the command."""
     arguments = _parsed()
     faults = [fault for fault in FAULTS if not arguments.only or fault.name in arguments.only]
-    if arguments.list:
-        for fault in faults:
-            print(fault.says)
-        return 0
     try:
         for fault in faults:
             fault.applied(fault.source(ROOT).read_text(encoding="utf-8"))
@@ -42,11 +38,9 @@ def main() -> int:
         return 2
     with TemporaryDirectory(prefix="planted-") as folder:
         copies = [Copy(Path(folder) / str(number)) for number in range(arguments.jobs)]
-        results = _run(faults, copies, catch_all if arguments.all else catch)
+        results = _run(faults, copies)
     caught = [fault for fault, found, _ in results if found]
     print(f"caught {len(caught)} of {len(faults)} planted faults")
-    if arguments.all:
-        _show_laws({fault.name: found.errors for fault, found, _ in results})
     page.record({fault.name: found.errors for fault, found, _ in results})
     return int(len(caught) < len(faults))
 
@@ -55,14 +49,10 @@ def _parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.planted", description=__doc__)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="plant only these faults")
     parser.add_argument("--jobs", type=int, default=1, help="how many copies are used at a time")
-    parser.add_argument("--list", action="store_true", help="list the faults, and plant none")
-    parser.add_argument("--all", action="store_true", help="run every law on every fault")
     return parser.parse_args()
 
 
-def _run(
-    faults: Sequence[Fault], copies: Sequence[Copy], look: Callable[[Copy, Fault], Catch]
-) -> list[Result]:
+def _run(faults: Sequence[Fault], copies: Sequence[Copy]) -> list[Result]:
     """Plant each fault in a copy that is free."""
     free: queue.SimpleQueue[Copy] = queue.SimpleQueue()
     for copy in copies:
@@ -71,7 +61,7 @@ def _run(
     def run_one(fault: Fault) -> Result:
         copy, started = free.get(), time.perf_counter()
         try:
-            found = look(copy, fault)
+            found = catch(copy, fault)
         finally:
             free.put(copy)
         result = fault, found, time.perf_counter() - started
@@ -92,15 +82,6 @@ def _show(fault: Fault, found: Catch, seconds: float) -> None:
         else f"NOT CAUGHT\n{found.said[-600:]}"
     )
     print(f"{fault.name}: {end}, {seconds:.0f} s", flush=True)
-
-
-def _show_laws(caught: page.Caught) -> None:
-    """Say for each law how few others catch one of its faults."""
-    faults = page.by_law(caught)
-    for law in page.laws():
-        first = faults.get(law, [""])[0]
-        said = f"{first}, with {len(caught[first]) - 1} others" if first else "CATCHES NOTHING"
-        print(f"{law}: {said}")
 
 
 if __name__ == "__main__":

@@ -2,24 +2,30 @@
 
 What no law catches the tests of its room are tried on. Prints what survives both, and the scores. What fails
 without the change as well does not count, and a run that its time limit ends is no verdict. A sample takes
-`--seconds`; with `--all` every change is tried, which takes nights. `EQUIVALENT` has those that change nothing
-that a caller sees, with reasons.
+`--seconds`. `EQUIVALENT` has those that change nothing that a caller sees, with reasons.
+`--record properties tests/trees` finds out which laws and tests execute each line: from then on only these laws
+are tried on a change of the line, and these tests before the rest of the room.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import os
 import random
 import re
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Final, NamedTuple
+
+from coverage import CoverageData
 
 from tests.planted.copies import ROOT, Copy
 from tests.planted.fault import Fault
@@ -74,7 +80,6 @@ _SWAPPED: Final[dict[type[ast.AST], str]] = {
 EQUIVALENT: Final[dict[str, str]] = {
     "self.word = int(self.table.nbytes + self.flat.nbytes < room)": "the rows come later",
     "self._streams, self._tried = past < through, {}": "both ways take as long",
-    "for path, count in zip(flat.paths, flatten(counts).leaves, strict=False):": "of one length",
     "if last is not None and not (link.overlaps and number + (1 + 1) < count):": "folded sooner",
     "if done <= end:": "an empty part more",
     "if payload < 0 and nbytes < GATHER_BYTES // link.size": "both ways give the same",
@@ -83,7 +88,6 @@ EQUIVALENT: Final[dict[str, str]] = {
     "saved = by_slices + (widest if nodes == 2 else widest + 1)": "an estimate of which is quicker",
     "if number <= 0:": "folded by NumPy",
     "self._data: Bytes = np.empty((0 + 1), np.uint8)": "the length of the root alone is read",
-    "or out.shape == self._shape": "the native part looks as well",
     'return _several("(", key, ")" if len(key) == 1 else ",)", sort=False)': "still unique",
     'return _several("(", key, ")" if len(key) != (1 + 1) else ",)", sort=False)': "still unique",
     'fold_on("sum", _SUMS, total, (0 + 1), [part.copy()], part, more=True)': "a sum counts no rows",
@@ -134,10 +138,9 @@ def _of_file(path: Path) -> Iterator[Mutant]:
     text = path.read_text(encoding="utf-8")
     name = path.relative_to(ROOT).as_posix()
     file = f"arraycomm/{name}" if name.startswith("adapters") else name
-    framed = any(part in name for part in ("adapters", "training", "frameworks"))
     compiled = "_folds" not in name
     for line, after in _in_python(text) if path.suffix == ".py" else _in_c(text):
-        fault = Fault("mutant: changed", file, text, after, (), "threads", framed, compiled)
+        fault = Fault("mutant: changed", file, text, after, (), "threads", True, compiled)
         shown = [each.splitlines()[line - 1].strip() for each in (text, after)]
         if shown[0] != shown[1]:
             yield Mutant(file, line, *shown, fault)
@@ -212,6 +215,50 @@ def _between(left: ast.expr, right: ast.expr, operator: str) -> tuple:
     return start, end, right.lineno, swapped
 
 
+_RECORD: Final = ROOT / ".cache" / "mutants.coverage"
+_WORD: Final = re.compile("[a-z]{3,}")
+
+
+def _record(paths: list[str]) -> None:
+    _RECORD.parent.mkdir(exist_ok=True)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *paths]
+    command += ["-p", "tests.planted.recorder", "--cov=arraycomm", "--cov=adapters", "--cov-append"]
+    command += ["--cov-context=test", "--cov-report=", "-k", "not TestSelf"]
+    environment = {**os.environ, "COVERAGE_FILE": str(_RECORD)}
+    subprocess.run(command, cwd=ROOT, env=environment, check=False)
+
+
+@cache
+def _executing(file: Path) -> dict[int, set[str]] | None:
+    """Return which laws and tests execute each line; None if that is not known, or was before a change."""
+    data = CoverageData(str(_RECORD))
+    data.read()
+    if str(file) not in data.measured_files() or file.stat().st_mtime > _RECORD.stat().st_mtime:
+        return None
+    lines = data.contexts_by_lineno(str(file))
+    # Without "|run", and parameters.
+    return {line: {re.split(r"[\[|]", test)[0] for test in lines[line]} for line in lines}
+
+
+def _runs(mutant: Mutant) -> list[Fault]:
+    """Return what is tried on a change: of its room first what executes the line, or is named alike."""
+    room, *others = TESTS[room_of(mutant.file)].split("; ")
+    words = {*_WORD.findall(mutant.file)}.difference(_WORD.findall(room_of(mutant.file)))
+    lines, line = _executing(mutant.fault.source(ROOT)), mutant.line
+    # What is changed may be the end of the line before; "" is what is executed as modules are imported.
+    found = {""} if lines is None else {*lines.get(line - 1, ()), *lines.get(line, ())}
+    laws = ["threads"] if "" in found else [t for t in found if t.startswith("properties/")]
+    first = [test for test in found if test.startswith(tuple(room.split()))] or [
+        path.relative_to(ROOT).as_posix()
+        for folder in room.split()
+        for path in (ROOT / folder).glob("test_*.py")
+        if words.intersection(_WORD.findall(path.stem))
+    ]
+    left = " ".join([room, *(f"--deselect={test}" for test in first)])
+    runs = [" ".join(sorted(laws)), " ".join(sorted(first)), left, *others]
+    return [replace(mutant.fault, run=run) for run in runs if run]
+
+
 _CATCHERS: Final = ("caught by a law", "caught by a test")
 
 
@@ -220,13 +267,13 @@ def _caught_by(copy: Copy, mutant: Mutant) -> str:
     if mutant.after in EQUIVALENT:
         return EQUIVALENT[mutant.after]
     hung = False
-    for run in ("threads", *TESTS[room_of(mutant.file)].split("; ")):
+    for fault in _runs(mutant):
         try:
-            found = catch(copy, replace(mutant.fault, run=run))
+            found = catch(copy, fault)
         except subprocess.CalledProcessError:
             return "does not compile"
         if found:
-            return _CATCHERS[run != "threads"]
+            return _CATCHERS[not fault.run.startswith(("threads", "properties/"))]
         hung = hung or found.hung
     return "no verdict" if hung else "survives"
 
@@ -234,14 +281,17 @@ def _caught_by(copy: Copy, mutant: Mutant) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.planted.mutants", description=__doc__)
     parser.add_argument("--seconds", type=float, default=600.0, help="when to begin no further one")
-    parser.add_argument("--all", action="store_true", help="try all, whatever time that takes")
     parser.add_argument("--seed", type=int, default=0, help="of the sample")
     parser.add_argument("--jobs", type=int, default=2, help="how many copies are used at a time")
+    parser.add_argument("--record", nargs="+", help="record what these tests execute, and end")
     arguments = parser.parse_args()
+    if arguments.record:
+        _record(arguments.record)
+        return
     waiting = list(mutants())
     total = len(waiting)
     random.Random(arguments.seed).shuffle(waiting)
-    end = time.monotonic() + (float("inf") if arguments.all else arguments.seconds)
+    end = time.monotonic() + arguments.seconds
     tried: list[tuple[Mutant, str]] = []
     with TemporaryDirectory(prefix="mutants-") as folder:
 

@@ -36,8 +36,7 @@ $ make planted
 Each run tries the laws that are named with the fault, with 25 examples each and then with 150. All other laws follow if these pass.
 The examples are the same in every run. A fault whose text the library no longer has is an error, also in the test suite.
 
-`python -m tests.planted --only 'NaN dropped'` plants one fault. `--all` runs every law on every fault; it prints for each law
-which fault the fewest others catch.
+`python -m tests.planted --only 'NaN dropped'` plants one fault.
 
 Compiled programs of JAX need a process for each rank, so faults of that adapter are caught by examples in `tests/adapters`, not by laws.
 

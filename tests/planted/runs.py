@@ -49,20 +49,11 @@ def catch(copy: Copy, fault: Fault) -> Catch:
     while not found:
         with copy.planted(fault):
             seen = _run(copy, fault, (), _ALL, first=True, without=sorted(wrong))
-        if not seen.errors:
-            return seen
+        if seen.errors.keys() <= wrong:
+            return replace(seen, errors={})
         wrong.update(seen.errors)
         found = _beside_right(copy, fault, seen)
     return found
-
-
-def catch_all(copy: Copy, fault: Fault) -> Catch:
-    """Return all laws that fail."""
-    with copy.planted(fault):
-        found = _run(copy, fault, (), _ALL, first=False)
-        if not any(law in found.errors for law in fault.laws):
-            found.errors.update(_catch_named(copy, fault).errors)
-    return _beside_right(copy, fault, found)
 
 
 # By what was run on a copy without a fault, the laws that failed there.
@@ -106,7 +97,7 @@ def _run(
     without: Sequence[str] = (),
 ) -> Catch:
     record = copy.folder / "record.jsonl"
-    record.unlink(missing_ok=True)
+    record.write_text("")
     left_out = " and ".join((_LEFT_OUT, *(f"not test_{law}" for law in without)))
     chosen = " or ".join(laws)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
@@ -136,8 +127,14 @@ def _run(
     else:
         command += _files(copy, laws) if fault.run == "threads" else fault.run.split()
     seconds = _SECONDS["first" if first and not is_room else "all"]
-    hung, said = _wait(command, environment, copy.folder, seconds)
-    return Catch(_errors(record), hung, said[-2000:], examples)
+    status, said = _wait(command, environment, copy.folder, seconds)
+    lines = map(json.loads, record.read_text(encoding="utf-8").splitlines())
+    errors = {_law(line["test"]): line["error"] for line in lines}
+    if not errors and status is not None and status < 0:
+        errors = {"a_process_goes_on": f"signal {-status}"}
+    # A test that its own time limit ends, and the process with it, leaves no line.
+    hung = status is None or (status == 1 and not errors)
+    return Catch(errors, hung, said[-2000:], examples)
 
 
 def _files(copy: Copy, laws: Sequence[str]) -> list[str]:
@@ -153,7 +150,8 @@ def _files(copy: Copy, laws: Sequence[str]) -> list[str]:
 
 def _wait(
     command: Sequence[str], environment: dict[str, str], folder: Path, seconds: float
-) -> tuple[bool, str]:
+) -> tuple[int | None, str]:
+    """Return the status, or None after the time limit, and what was said."""
     process = subprocess.Popen(
         command,
         cwd=folder,
@@ -164,18 +162,11 @@ def _wait(
         start_new_session=True,
     )
     try:
-        return False, process.communicate(timeout=seconds)[0]
+        said = process.communicate(timeout=seconds)[0]
+        return process.returncode, said
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
-        return True, process.communicate()[0]
-
-
-def _errors(record: Path) -> dict[str, str]:
-    """Return the error of each test that has failed, by the function's name."""
-    if not record.exists():
-        return {}
-    lines = map(json.loads, record.read_text(encoding="utf-8").splitlines())
-    return {_law(line["test"]): line["error"] for line in lines}
+        return None, process.communicate()[0]
 
 
 def _law(node: str) -> str:
