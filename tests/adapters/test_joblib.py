@@ -83,6 +83,7 @@ class TestOnProcesses:
             (ZeroDivisionError, fails),
             (KeyboardInterrupt, interrupted),
             (TypeError, threading.Lock),
+            (TimeoutError, lambda: Parallel(timeout=0.05)([delayed(time.sleep)(0.3)])),
         ):
             with pytest.raises(kind if comm.rank == 0 else ac.PeerError) as caught:
                 run(fn, comm=comm)
