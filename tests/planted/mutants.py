@@ -17,6 +17,7 @@ import re
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -61,6 +62,8 @@ TESTS: Final = {
     "_trees": "tests/trees tests/collectives/test_refusals.py",
     "cli": "tests/cli",
     "testing": "tests/testing",
+    "testing/_arrays": "tests/testing/test_strategies.py tests/testing/test_oracle.py; tests/testing",
+    "testing/_ranks": "tests/testing/test_run.py tests/testing/test_schedule.py; tests/testing",
     "adapters/jax": "tests/adapters/test_jax_adapter.py tests/adapters/test_jax_collectives.py",
     "adapters/numpy": f"tests/adapters/test_numpy_adapter.py tests/adapters/test_array_optimizers.py {_ADAPTERS}",
     "adapters/sklearn": "tests/adapters/test_sklearn_adapter.py tests/adapters/test_learners.py",
@@ -244,9 +247,10 @@ def _runs(mutant: Mutant) -> list[Fault]:
     """Return what is tried on a change: of its room first what executes the line, or is named alike."""
     room, *others = TESTS[room_of(mutant.file)].split("; ")
     words = {*_WORD.findall(mutant.file)}.difference(_WORD.findall(room_of(mutant.file)))
-    lines, line = _executing(mutant.fault.source(ROOT)), mutant.line
-    # What is changed may be the end of the line before; "" is what is executed as modules are imported.
-    found = {""} if lines is None else {*lines.get(line - 1, ()), *lines.get(line, ())}
+    lines = _executing(mutant.fault.source(ROOT))
+    # If it begins with "and", the line before is changed as well; "" is what is executed as modules are imported.
+    changed = (mutant.line, mutant.line - mutant.before.startswith(("and ", "or ")))
+    found = {""} if lines is None else {test for line in changed for test in lines.get(line, ())}
     laws = ["threads"] if "" in found else [t for t in found if t.startswith("properties/")]
     first = [test for test in found if test.startswith(tuple(room.split()))] or [
         path.relative_to(ROOT).as_posix()
@@ -292,7 +296,7 @@ def main() -> None:
     total = len(waiting)
     random.Random(arguments.seed).shuffle(waiting)
     end = time.monotonic() + arguments.seconds
-    tried: list[tuple[Mutant, str]] = []
+    found = Counter[str]()
     with TemporaryDirectory(prefix="mutants-") as folder:
 
         def work(number: int) -> None:
@@ -300,18 +304,16 @@ def main() -> None:
             while waiting and time.monotonic() < end:
                 mutant = waiting.pop()
                 by = _caught_by(copy, mutant)
-                tried.append((mutant, by))
-                print(f"{mutant.file}:{mutant.line}: {by}\n- {mutant.before}")
-                print(f"+ {mutant.after}", flush=True)
+                found[by] += 1
+                said = f"{mutant.file}:{mutant.line}: {by}\n- {mutant.before}\n+ {mutant.after}"
+                print(said, flush=True)
 
         with ThreadPoolExecutor(arguments.jobs) as pool:
             list(pool.map(work, range(arguments.jobs)))
-    counted = [by for _, by in tried if by in (*_CATCHERS, "survives")]
-    laws, tests = map(counted.count, _CATCHERS)
-    open_ = [by for _, by in tried].count("no verdict")
+    laws, tests, survive = (found[by] for by in (*_CATCHERS, "survives"))
     print(
-        f"tried {len(tried)} of {total}; of {len(counted)} caught: laws {laws}, tests {tests}; "
-        f"no verdict on {open_} more"
+        f"tried {found.total()} of {total}; of {laws + tests + survive} caught: laws {laws}, "
+        f"tests {tests}; no verdict on {found['no verdict']} more"
     )
 
 

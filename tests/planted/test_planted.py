@@ -10,7 +10,6 @@ import pytest
 from tests.planted import mutants, page
 from tests.planted.catalogue import FAULTS
 from tests.planted.copies import ROOT
-from tests.planted.fault import Fault, StaleFaultError
 
 pytestmark = pytest.mark.skipif(not (ROOT / "arraycomm").is_dir(), reason="needs the source")
 
@@ -24,12 +23,6 @@ def test_every_fault_still_applies() -> None:
     assert len({fault.name for fault in FAULTS}) == len(FAULTS)
 
 
-def test_a_stale_fault_is_named() -> None:
-    stale = Fault("off by one", "arraycomm/_launch/__init__.py", "no such text", "", ())
-    with pytest.raises(StaleFaultError, match=r"'off by one' is stale: .* has its text 0 times"):
-        stale.applied("some other text")
-
-
 def test_every_room_of_the_package_has_changes_and_tests() -> None:
     rooms = {room.name for room in (ROOT / "arraycomm").iterdir() if room.is_dir()}
     rooms -= {"adapters", "__pycache__"}
@@ -37,7 +30,7 @@ def test_every_room_of_the_package_has_changes_and_tests() -> None:
     assert changed == set(mutants.TESTS)
     assert rooms - changed == set()
     for tests in mutants.TESTS.values():
-        paths = tests.replace("; mpi", "").split()
+        paths = tests.replace("; mpi", "").replace(";", "").split()
         assert [path for path in paths if not (ROOT / path).exists()] == []
 
 
