@@ -166,7 +166,7 @@ class Moments:
         self.last, self.count, self._part = last, 0, part
         # Whether a call had begun when it stopped.
         self.inside = False
-        self._before: tuple[Any, str] | None = None
+        self._before: tuple[Any, int] | None = None
 
     def __call__(self, frame: Any, event: str, _: Any) -> Any:
         code = frame.f_code
@@ -174,11 +174,12 @@ class Moments:
             return None
         frame.f_trace_opcodes = True
         if event == "opcode":
-            before, self._before = self._before, (frame, instruction(code, frame.f_lasti))
-            if before is not None and before[0] is frame and before[1] in LOOKS:
+            place, before, self._before = frame.f_lasti, self._before, (frame, frame.f_lasti)
+            if before is not None and before[0] is frame and is_moment(code, before[1], place):
                 self.count += 1
                 if self.count == self.last:
-                    self.inside = has_begun(frame.f_back if before[1] == "RESUME" else frame)
+                    began = dis.opname[code.co_code[before[1]]] == "RESUME"
+                    self.inside = has_begun(frame.f_back if began else frame)
                     raise Stop
         return self
 
@@ -191,12 +192,6 @@ class Moments:
             sys.settrace(before)
 
 
-@cache
-def instructions(code: Any) -> bytes:
-    found: bytes = code.co_code
-    return found
-
-
 def has_begun(frame: Any) -> bool:
     while frame is not None:
         if (Path(frame.f_code.co_filename).stem, frame.f_code.co_name) in BEGIN:
@@ -205,8 +200,12 @@ def has_begun(frame: Any) -> bool:
     return False
 
 
-def instruction(code: Any, place: int) -> str:
-    return dis.opname[instructions(code)[place]]
+@cache
+def is_moment(code: Any, before: int, place: int) -> bool:
+    """Return whether an interrupt may come behind an instruction, and the next has the handler that it gets there."""
+    table = dis._parse_exception_table(code)  # type: ignore[attr-defined]
+    handlers = [[e.target for e in table if e.start <= at < e.end] for at in (before, place)]
+    return dis.opname[code.co_code[before]] in LOOKS and handlers[0] == handlers[1]
 
 
 # An interrupt may come while Python calls a destructor, which tells of it and goes on: the call then ends by its limit.
