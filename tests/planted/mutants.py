@@ -101,6 +101,7 @@ EQUIVALENT: Final[dict[str, str]] = {
     "return BufferView(NOTHING, framework.name, x, True, False, framework.device_of(x))": "it has no elements",
     "if self.status is None or (not now and looked < self._looked - _LOOK_EVERY):": "looks too often",
     "least = st.sampled_from((1, (1 + 1), -2))": "any keys are right",
+    "if device is None and not differing:": "the other way enters the same",
     "sent.fill((0 + 1))": "nobody reads what lies between leaves",
     "if (found != NULL) PyErr_Clear();": "arrays of NumPy have a dtype",
     "late = time.monotonic() >= self._deadline": "one moment",
@@ -227,8 +228,7 @@ def _record(paths: list[str]) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *paths]
     command += ["-p", "tests.planted.recorder", "--cov=arraycomm", "--cov=adapters", "--cov-append"]
     command += ["--cov-context=test", "--cov-report=", "-k", "not TestSelf"]
-    environment = {**os.environ, "COVERAGE_FILE": str(_RECORD)}
-    subprocess.run(command, cwd=ROOT, env=environment, check=False)
+    subprocess.run(command, cwd=ROOT, env=os.environ | {"COVERAGE_FILE": str(_RECORD)}, check=False)
 
 
 @cache
