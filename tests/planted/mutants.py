@@ -293,7 +293,6 @@ def main() -> None:
         _record(arguments.record)
         return
     waiting = list(mutants())
-    total = len(waiting)
     random.Random(arguments.seed).shuffle(waiting)
     end = time.monotonic() + arguments.seconds
     found = Counter[str]()
@@ -312,7 +311,7 @@ def main() -> None:
             list(pool.map(work, range(arguments.jobs)))
     laws, tests, survive = (found[by] for by in (*_CATCHERS, "survives"))
     print(
-        f"tried {found.total()} of {total}; of {laws + tests + survive} caught: laws {laws}, "
+        f"tried {found.total()}; of {laws + tests + survive} caught: laws {laws}, "
         f"tests {tests}; no verdict on {found['no verdict']} more"
     )
 
