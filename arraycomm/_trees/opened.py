@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import random
 import sys
 from collections.abc import Callable
 from functools import lru_cache
@@ -33,20 +32,20 @@ _FUNCTIONS: Final = (
     type(lru_cache(print)),
 )
 _BOUND: Final = (BuiltinFunctionType, MethodType, MethodWrapperType)
+# Looked up only if these are loaded: `numpy.random` takes long.
 _GENERATORS: Final = (
-    np.random.Generator,
-    np.random.RandomState,
-    np.random.BitGenerator,
-    random.Random,
+    ("numpy.random", "Generator"),
+    ("numpy.random", "RandomState"),
+    ("numpy.random", "BitGenerator"),
+    ("random", "Random"),
+    ("torch", "Generator"),
+    ("cupy.random", "Generator"),
+    ("cupy.random", "RandomState"),
 )
-# Of frameworks; looked up only if these are loaded.
 _FURTHER: Final = (
     ("jax", "custom_jvp"),
     ("jax", "custom_vjp"),
     ("jax.numpy", "ufunc"),
-    ("torch", "Generator"),
-    ("cupy.random", "Generator"),
-    ("cupy.random", "RandomState"),
     ("torch.jit", "ScriptFunction"),
 )
 
@@ -66,19 +65,18 @@ def stays(leaf: Any) -> bool:
     if isinstance(leaf, _BOUND):
         owner = leaf.__self__
         return owner is None or isinstance(owner, ModuleType) or stays(owner)
-    return isinstance(leaf, _FUNCTIONS) or is_generator(leaf) or _is_framework_function(leaf)
+    if isinstance(leaf, _FUNCTIONS) or type(leaf).__name__ == "PjitFunction":
+        return True
+    return is_generator(leaf) or _is_any(leaf, _FURTHER)
 
 
 def is_generator(leaf: Any) -> bool:
     """Return whether an object is a random generator."""
-    of_framework = type(leaf).__name__ in ("Generator", "RandomState")
-    return isinstance(leaf, _GENERATORS) or (of_framework and _is_framework_function(leaf))
+    return _is_any(leaf, _GENERATORS)
 
 
-def _is_framework_function(leaf: Any) -> bool:
-    if type(leaf).__name__ == "PjitFunction":
-        return True
-    found = (getattr(sys.modules.get(module), name, None) for module, name in _FURTHER)
+def _is_any(leaf: Any, kinds: tuple[tuple[str, str], ...]) -> bool:
+    found = (getattr(sys.modules.get(module), name, None) for module, name in kinds)
     return isinstance(leaf, tuple(kind for kind in found if isinstance(kind, type)))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any, Final
 
 import numpy as np
@@ -13,7 +14,8 @@ from arraycomm._dtypes import BY_DTYPE
 
 def find_reader(kind: type) -> Reader | None:
     """Return the reader of arrays of this type, if it is NumPy's."""
-    if issubclass(kind, np.ma.MaskedArray):
+    # Only if it is loaded: it takes long.
+    if issubclass(kind, getattr(sys.modules.get("numpy.ma"), "MaskedArray", ())):
         return _refuse_masked
     if kind is np.ndarray:
         return _read_array
