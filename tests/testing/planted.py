@@ -95,10 +95,10 @@ def test_failure_in_a_part_of_the_ranks(comm, x) -> None:
     comm.barrier()
 
 
-@given(x=numbers)
+@given(x=few)
 def test_requests_outstanding(comm, x) -> None:
     requests = [comm.iallreduce(np.ones(n)) for n in (3, 50_000)]
-    if comm.rank == 1 and x > 100:
+    if comm.rank == 1 and x > 0:
         raise ValueError("planted under way")
     for request in requests:
         request.wait()

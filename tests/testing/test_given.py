@@ -69,7 +69,7 @@ MINIMAL = [
     ("test_mismatch", "MismatchError: ranks of one communicator", 0, 2, "x=101"),
     ("test_one_call_more", "PeerError: rank 0 has reached the end", 1, 2, "x=101"),
     ("test_failure_in_a_part_of_the_ranks", "ValueError: planted in a part", 1, 2, "x=101"),
-    ("test_requests_outstanding", "ValueError: planted under way", 1, 2, "x=101"),
+    ("test_requests_outstanding", "ValueError: planted under way", 1, 2, "x=1,"),
     ("test_deadlock", "CommTimeoutError: waited", 0, 2, "x=True"),
     ("test_stuck_in_python", "CommTimeoutError: waited", 0, 2, ""),
     ("test_as_many_ranks_as_there_are", "assert 3 < 3", 0, 3, ""),
