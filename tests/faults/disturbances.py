@@ -23,6 +23,8 @@ _MMAP_THRESHOLD: Final = -3
 _STOPPED: Final = 0.4
 _SOON: Final = 0.015
 _CHILD: Final = 15
+# The signal at which a rank prints its stack.
+SHOW_STACK: Final = signal.SIGUSR1
 
 
 def map_arrays() -> None:

@@ -14,12 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from tests.faults.disturbances import SHOW_STACK
 from tests.support.launcher import SETTINGS
 
 ROOT: Final = Path(__file__).parents[2]
 MARK: Final = "ARRAYCOMM_FAULTS_JOB"
-# The signal at which a rank prints its stack.
-SHOW_STACK: Final = signal.SIGUSR1
 # Seconds in which the ranks of a job without a launcher have ended.
 ORPHAN_LIMIT: Final = 10.0
 # Seconds in which ranks have loaded what they need.

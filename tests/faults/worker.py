@@ -21,7 +21,6 @@ import arraycomm as ac
 from arraycomm import Communicator
 from tests.faults import disturbances, optimizers
 from tests.faults.deviations import draw
-from tests.faults.jobs import SHOW_STACK
 from tests.faults.judge import LIMIT, judge
 from tests.faults.play import ReleasedError, Trace, play
 from tests.faults.programs import Program
@@ -51,7 +50,7 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     disturbances.map_arrays()
-    faulthandler.register(SHOW_STACK, all_threads=True)
+    faulthandler.register(disturbances.SHOW_STACK, all_threads=True)
     if arguments.control == "messages":
         internals.refuse_shared_memory()
     if arguments.alone:
