@@ -30,6 +30,8 @@ SETTINGS = {
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
     # It asks libfabric for networks that no test uses, which takes a second of every start.
     "OMPI_MCA_btl": "^ofi",
+    # It patches the functions of memory for networks that no test uses.
+    "UCX_MEM_MMAP_HOOK_MODE": "none",
     "OMP_NUM_THREADS": "1",
     "COLUMNS": "80",
 }

@@ -701,8 +701,6 @@ def test_covered(comm):
     else:
         comm.rank
 """
-
-
 LATE = """
 import os
 import time
