@@ -32,15 +32,18 @@ class _Sharding:
 
     def __init__(self, inner: Any, shards: Any) -> None:
         self._inner, self._shards = inner, shards
-        # The divisions, and types of arguments, for which updates were seen to be independent.
-        self._seen: set[Any] = set()
+        # The types of updates, for the divisions and types of arguments for which they were seen
+        # to be independent.
+        self._seen: dict[Any, Any] = {}
 
     def init(self, params: Any) -> ShardedState:
         types = jax.tree.map(_type_of, params)
         traced, state = jax.make_jaxpr(self._inner.init, return_shape=True)(types)
         owners = self._shards.divide(map(_spec, jax.tree.leaves(types)))
-        structure, unknown = jax.tree.structure(types), (None,) * len(traced.out_avals)
-        division = Division(self._shards, structure, owners, state, unknown)
+        kinds, form = jax.tree.flatten(state)
+        unknown = (None,) * len(kinds)
+        structure: Any = jax.tree.structure(types)
+        division = Division(self._shards, structure, owners, form, tuple(kinds), unknown)
         program = self._trace(types, state, types, {})
         division = replace(division, state_leaves=leaves_of_state(program, division, types))
         # One rank alone may see that it cannot be sharded.
@@ -50,37 +53,38 @@ class _Sharding:
     def _first(self, traced: Any, params: Any, division: Division) -> ShardedState:
         """Return the first state; what this rank keeps of it is as in that of the whole tree."""
         others = self._inner.init(division.own(params, "params"))
-        wanted: Any = jax.tree.structure(division.state)
-        if jax.tree.structure(others) != wanted:
+        if jax.tree.structure(others) != division.state:
             raise refusal("the structure of its state depends on the shapes of leaves")
         kept = compute(traced, division.kept_of_state, jax.tree.leaves(params))
-        return division.part(kept, others)
+        return division.part(map(jnp.asarray, kept), others)
 
     def update(
         self, updates: Any, state: ShardedState, params: Any = None, **extra: Any
     ) -> tuple[Any, ShardedState]:
         division = division_of(state)
         whole = updates, state.inner, params, extra
-        given = params if params is None else division.own(params, "params")
-        own = division.own(updates, "updates"), state.inner, given, extra
-
         # Here too one rank alone may see it.
-        def update() -> Any:
-            self._check_independent(division, whole, own)
-            return self._inner.update(*own[:3], **extra)
+        kinds, (changed, after) = self._shards.guarded(lambda: self._updated(division, whole))
+        kept = select(jax.tree.leaves(after), division.kept_of_state)
+        return self._exchanged(division, kinds, changed), division.part(kept, state.inner)
 
-        changed, after = self._shards.guarded(update)
-        return self._exchanged(division, updates, changed), ShardedState(after, division)
+    def _updated(self, division: Division, whole: Any) -> Any:
+        """Return the types of the whole tree's updates, and what this rank's part returns."""
+        updates, state, params, extra = whole
+        given = params if params is None else division.own(params, "params")
+        own = division.own(updates, "updates"), state, given, extra
+        return self._types_of_updates(division, whole, own), self._inner.update(*own[:3], **extra)
 
-    def _check_independent(self, division: Division, whole: Any, own: Any) -> None:
-        """Raise unless the own leaves are updated alike in the whole tree and in this rank's."""
+    def _types_of_updates(self, division: Division, whole: Any, own: Any) -> Any:
+        """Return them; raise unless own leaves are updated alike in the whole tree and in this."""
         types, structure = jax.tree.flatten(jax.tree.map(_type_of, whole))
         key = division, structure, tuple(types)
         if key in self._seen:
-            return
+            return self._seen[key]
         updates, state, params, extra = jax.tree.unflatten(structure, types)
         kept = select(jax.tree.leaves(state), division.kept_of_state)
-        state = division.part(kept, division.state).inner
+        others = jax.tree.unflatten(division.state, division.state_types)
+        state = division.part(kept, others).inner
         program = self._trace(updates, state, params, extra)
         if leaves_of_state(program, division, params) != division.state_leaves:
             raise refusal("which part of its state depends on gradients is not always the same")
@@ -90,7 +94,7 @@ class _Sharding:
         part = self._trace(*jax.tree.map(_type_of, own))
         if text(part, results, arguments) != text(program, results, arguments):
             raise refusal("its update of a leaf depends on the shapes of others")
-        self._seen.add(key)
+        return self._seen.setdefault(key, tuple(program.out_avals[: len(division.owners)]))
 
     def _trace(self, updates: Any, state: Any, params: Any, extra: Any) -> Any:
         """Trace an update of arguments of these types."""
@@ -106,16 +110,11 @@ class _Sharding:
                 raise refusal(f"an update gives its {name} another structure")
         return traced
 
-    def _exchanged(self, division: Division, gradients: Any, updates: Any) -> Any:
+    def _exchanged(self, division: Division, kinds: Any, updates: Any) -> Any:
         """Return the updates of all leaves, of which this rank has computed its own; collective."""
         found = jax.tree.leaves(updates)
         if self._shards.comm.size == 1 or not found:
             return updates
-        # Updates have the shapes of gradients.
-        kinds = tuple(
-            jax.ShapeDtypeStruct(np.shape(gradient), kind.dtype, weak_type=kind.weak_type)
-            for gradient, kind in zip(jax.tree.leaves(gradients), map(_type_of, found), strict=True)
-        )
         exchange = _Exchange(self._shards, division.owners, kinds)
         return jax.tree.unflatten(division.params, bind(exchange, found, self._shards.comm))
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
@@ -21,8 +22,9 @@ class Division:
     # The structure of the parameters, and the rank that owns each of their leaves.
     params: Any
     owners: tuple[int, ...]
-    # The whole state: a tree of dtypes and shapes.
+    # The structure of the whole state, and the dtypes and shapes of its leaves.
     state: Any
+    state_types: tuple[Any, ...]
     # To which parameter each of its leaves belongs; None for what every rank keeps.
     state_leaves: tuple[int | None, ...]
 
@@ -71,7 +73,8 @@ class Division:
         """Return a state of the leaves that this rank keeps, with the rest of the tree `others`."""
         rest, (leaves, structure) = iter(kept), jax.tree.flatten(others)
         found = [
-            next(rest) if is_kept else leaf
+            # No two states share an array: either may be donated.
+            next(rest) if is_kept else copy(leaf)
             for leaf, is_kept in zip(leaves, self.kept_of_state, strict=True)
         ]
         return ShardedState(jax.tree.unflatten(structure, found), self)
@@ -85,14 +88,20 @@ class ShardedState:
     Attributes
     ----------
     inner : pytree
-        The state of the plain transformation. Of a leaf of another rank's it is that of an array
-        with one element.
+        The state of the plain transformation. Of a leaf of another rank's it is the first state of
+        an array with one element.
     division : Division
         Which rank owns what; the same object in all states of a loop.
     """
 
     inner: Any
     division: Division
+
+    def __arraycomm_tree__(self) -> tuple[Any, Callable[[Any], ShardedState]]:
+        # Without other ranks' leaves, so that ranks see that they keep different ones.
+        kept = self.division.kept_of_state
+        leaves = {n: leaf for n, leaf in enumerate(jax.tree.leaves(self.inner)) if kept[n]}
+        return leaves, lambda new: self.division.part(new.values(), self.inner)
 
 
 def select(inputs: Sequence[Any], used: Sequence[bool]) -> list[Any]:
@@ -224,10 +233,9 @@ def _cut(part: Any, value: Any) -> Any:
         return value
     division = part.division
     leaves, structure = jax.tree.flatten(value)
-    wanted: Any = jax.tree.structure(division.state)
-    if structure != wanted:
-        raise _other_state(f"it has {structure} in place of {wanted}")
-    for leaf, kind in zip(leaves, jax.tree.leaves(division.state), strict=True):
+    if structure != division.state:
+        raise _other_state(f"it has {structure} in place of {division.state}")
+    for leaf, kind in zip(leaves, division.state_types, strict=True):
         if np.shape(leaf) != kind.shape:
             raise _other_state(f"it has shape {np.shape(leaf)} in place of {kind.shape}")
     kept = map(jnp.asarray, select(leaves, division.kept_of_state))
@@ -249,7 +257,7 @@ def _gather(part: ShardedState, root: int) -> Any:
     for each in parts:
         for number, values in each.items():
             leaves[number] = jnp.asarray(values)
-    return jax.tree.unflatten(jax.tree.structure(division.state), leaves)
+    return jax.tree.unflatten(division.state, leaves)
 
 
 def _is_sharded(part: Any) -> bool:

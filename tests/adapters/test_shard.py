@@ -421,6 +421,8 @@ def transformations() -> dict[str, Callable[[], Any]]:
         ),
         # Its noise depends on how many leaves there are.
         "noise": lambda: optax.chain(optax.add_noise(0.1, 0.5, 0), optax.sgd(0.1)),
+        # Every rank has a copy of the first parameters, which makes larger states of small ones.
+        "cocob": optax.contrib.cocob,
         "multi": lambda: optax.multi_transform(
             {"a": optax.sgd(0.1, 0.9), "b": optax.lion(0.1)}, as_tree(list("ababa"))
         ),
@@ -435,7 +437,8 @@ def train_optax(comm: Any, make: Callable[[], Any], shard: bool, **options: Any)
     start, wrap = options.pop("start", None), options.pop("wrap", lambda update: update)
     optimizer = ac.DistributedOptimizer(make(), comm=comm, shard=shard, **options)
     params = jax.tree.map(jax.numpy.asarray, as_tree(arrays(0)))
-    state, update = optimizer.init(params), wrap(optimizer.update)
+    first, update = optimizer.init(params), wrap(optimizer.update)
+    state = first
     if start is not None:
         params, state = start[0], shard_state(start[1], like=state) if shard else start[1]
     for step in range(STEPS):
@@ -444,11 +447,15 @@ def train_optax(comm: Any, make: Callable[[], Any], shard: bool, **options: Any)
         grads = jax.tree.map(jax.numpy.asarray, as_tree(arrays((step, comm.rank))))
         changes, state = update(grads, state, params)
         params = optax.apply_updates(params, changes)
+    shapes = [list(map(np.shape, jax.tree.leaves(each))) for each in (state, first)]
+    assert shapes[0] == shapes[1]
     whole = gather_state(state) if shard else state
     return params, whole if comm.rank == 0 else None, nbytes(jax.tree.leaves(state))
 
 
-@pytest.mark.parametrize(("name", "size"), [("adam", 3), ("masked", 7), ("noise", 2), ("multi", 3)])
+@pytest.mark.parametrize(
+    ("name", "size"), [("adam", 3), ("masked", 7), ("noise", 2), ("multi", 3), ("cocob", 2)]
+)
 def test_optax_is_the_same_sharded(name: str, size: int) -> None:
     make = transformations()[name]
     kept, whole = assert_same_sharded(
@@ -543,6 +550,27 @@ def test_states_that_depend_on_gradients_only_at_times_are_refused(comm, jax, op
     _, state = optimizer.update(params, optimizer.init(params), scale=2.0)
     with pytest.raises(TypeError, match="depends on gradients is not always the same"):
         optimizer.update(params, state, params, peek=1.0)
+
+
+@each_rank_of(2)
+def test_leaves_without_dimensions_are_updated_and_refused_as_others_are(comm, jax, optax) -> None:
+    # JAX takes the dtype of the gradient with one that it has chosen itself.
+    params = jax.tree_util.Partial(max, *map(jax.numpy.asarray, (1.0, 2.0)))
+    grads = jax.tree.map(lambda p: p.astype("bfloat16"), params)
+    decay = ac.DistributedOptimizer(optax.add_decayed_weights(0.1), comm=comm, shard=True)
+    changes, _ = decay.update(grads, decay.init(params), params)
+    assert [leaf.dtype.name for leaf in jax.tree.leaves(changes)] == ["bfloat16"] * 2
+    optimizer = ac.DistributedOptimizer(optax.trace(0.9), comm=comm, shard=True)
+    state = optimizer.init(params)
+    assert jax.tree.structure(state) == jax.tree.structure(optimizer.init(params))
+    _, after = optimizer.update(params, state)
+    jax.tree.map(lambda leaf: leaf.delete(), state)
+    optimizer.update(params, after)
+    with pytest.raises(TypeError):
+        optimizer.update(params, after, jax.tree_util.Partial(max, params.args[0], object()))
+    assert comm.allreduce(1) == comm.size
+    with pytest.raises(ac.MismatchError, match="synchronize"):
+        ac.synchronize(after, comm=comm)
 
 
 @each_rank_of(2)
