@@ -238,8 +238,14 @@ def _cut(part: Any, value: Any) -> Any:
     for leaf, kind in zip(leaves, division.state_types, strict=True):
         if np.shape(leaf) != kind.shape:
             raise _other_state(f"it has shape {np.shape(leaf)} in place of {kind.shape}")
-    kept = map(jnp.asarray, select(leaves, division.kept_of_state))
-    return division.part(kept, part.inner)
+    found = [
+        # Of `like` only shapes and dtypes count: it may be what `jax.eval_shape` returns.
+        jnp.asarray(leaf) if is_kept else jax.lax.full_like(other, 1)
+        for leaf, other, is_kept in zip(
+            leaves, jax.tree.leaves(part.inner), division.kept_of_state, strict=True
+        )
+    ]
+    return ShardedState(jax.tree.unflatten(structure, found), division)
 
 
 def _gather(part: ShardedState, root: int) -> Any:

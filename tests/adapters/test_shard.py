@@ -437,10 +437,10 @@ def train_optax(comm: Any, make: Callable[[], Any], shard: bool, **options: Any)
     start, wrap = options.pop("start", None), options.pop("wrap", lambda update: update)
     optimizer = ac.DistributedOptimizer(make(), comm=comm, shard=shard, **options)
     params = jax.tree.map(jax.numpy.asarray, as_tree(arrays(0)))
-    first, update = optimizer.init(params), wrap(optimizer.update)
-    state = first
+    state, update = optimizer.init(params), wrap(optimizer.update)
+    first = jax.eval_shape(optimizer.init, params)
     if start is not None:
-        params, state = start[0], shard_state(start[1], like=state) if shard else start[1]
+        params, state = start[0], shard_state(start[1], like=first) if shard else start[1]
     for step in range(STEPS):
         if step == 2:
             state = copy.deepcopy(state)
