@@ -13,7 +13,7 @@ from arraycomm import _native
 from arraycomm._cuda.links import gpu_aware
 from arraycomm._launch import ADDRESS, NUMBER, RANK
 from arraycomm._protocol.waits import still_waiting
-from arraycomm._start import joining
+from arraycomm._start import numbering
 from arraycomm._trace import trace
 
 PAGE: Final = Path(__file__).parents[1] / "environment.md"
@@ -58,9 +58,9 @@ VARIABLES: Final = {
     ),
     NUMBER: Variable("–", "how many processes there are"),
     RANK: Variable("–", "the number of this process, another on each: 0, 1 and so on"),
-    joining.SECRET: Variable("–", "any text; a process with another one, or none, is rejected"),
-    joining.LIMIT: Variable(
-        f"{joining.DEFAULT_LIMIT:g}", "seconds in which all processes have to connect"
+    numbering.SECRET: Variable("–", "any text; a process with another one, or none, is rejected"),
+    numbering.LIMIT: Variable(
+        f"{numbering.DEFAULT_LIMIT:g}", "seconds in which all processes have to connect"
     ),
     "ARRAYCOMM_RANK_PROCESS": Variable("–", "set by `init`: which process is the rank"),
     "ARRAYCOMM_PYTEST_JOB": Variable("–", "set by `pytest --mpiexec`: where its ranks report"),
