@@ -43,7 +43,9 @@ except (ac.CommTimeoutError, ac.PeerError):
 """
 # Rank 1 fails, or waits in vain; rank 0 handles that, and goes on for longer than others wait that know nothing.
 SAVES = """
-import atexit, os, pathlib, tempfile
+import atexit, gc, os, pathlib, tempfile
+# Python writes at its end what it finds in open files, as it does outside of these tests.
+atexit.unregister(gc.freeze)
 folder = tempfile.TemporaryDirectory(dir={place!r})
 place = pathlib.Path({place!r})
 me = os.getpid()
