@@ -247,6 +247,11 @@ class Expected:
 
     def take(self, op: Op) -> None:
         """Do an operation; before one that would not see all parameters, zero the gradients."""
+        if op.kind in ("raise", "raise one") and "swap" in {each.kind for each in self.ops}:
+            # Autograd then comes to the parameters in another order: how far it gets is unknown.
+            op = op._replace(kind="pass", how="")
+        if op.kind == "raise one" and self.case.nbytes == 1:
+            op = op._replace(kind="raise")
         blind = self.known != self.members
         if self.case.several and op.kind in ("pass", "raise one"):
             op = op._replace(some=(*sorted(self.members - {op.some[-1]}), op.some[-1]))
@@ -255,14 +260,9 @@ class Expected:
             blind = op.kind == "pass" and not self.known & {*op.some}
         if blind and op.kind not in (*CHANGES, "zero"):
             self.take(op._replace(kind="zero", how="none"))
-        if op.kind == "raise one" and self.case.nbytes == 1:
-            op = op._replace(kind="raise")
         if op.kind == "swap" and {"raise", "raise one", "grad"} & {each.kind for each in self.ops}:
             # Torch swaps nothing that the graph of a pass which has raised may still hold.
             op = op._replace(kind="replace")
-        if op.kind in ("raise", "raise one") and "swap" in {each.kind for each in self.ops}:
-            # Autograd then comes to the parameters in another order: how far it gets is unknown.
-            op = op._replace(kind="pass", how="")
         if op.kind == "step" and any(self.own):
             op = op._replace(how="plain")
         self.ops.append(op)
