@@ -32,8 +32,8 @@ class _Sharding:
 
     def __init__(self, inner: Any, shards: Any) -> None:
         self._inner, self._shards = inner, shards
-        # The types of updates, for the divisions and types of arguments for which they were seen
-        # to be independent.
+        # The types of updates that were seen to be independent, for each division and the types of
+        # the arguments.
         self._seen: dict[Any, Any] = {}
 
     def init(self, params: Any) -> ShardedState:
@@ -61,22 +61,24 @@ class _Sharding:
     def update(
         self, updates: Any, state: ShardedState, params: Any = None, **extra: Any
     ) -> tuple[Any, ShardedState]:
-        division = division_of(state)
-        whole = updates, state.inner, params, extra
-        # Here too one rank alone may see it.
-        kinds, (changed, after) = self._shards.guarded(lambda: self._updated(division, whole))
+        # Here too one rank alone may see it, or be passed something wrong.
+        kinds, (changed, after) = self._shards.guarded(
+            lambda: self._updated(updates, state, params, extra)
+        )
+        division = state.division
         kept = select(jax.tree.leaves(after), division.kept_of_state)
         return self._exchanged(division, kinds, changed), division.part(kept, state.inner)
 
-    def _updated(self, division: Division, whole: Any) -> Any:
+    def _updated(self, updates: Any, state: ShardedState, params: Any, extra: Any) -> Any:
         """Return the types of the whole tree's updates, and what this rank's part returns."""
-        updates, state, params, extra = whole
+        division = division_of(state)
         given = params if params is None else division.own(params, "params")
-        own = division.own(updates, "updates"), state, given, extra
+        whole = updates, state.inner, params, extra
+        own = division.own(updates, "updates"), state.inner, given, extra
         return self._types_of_updates(division, whole, own), self._inner.update(*own[:3], **extra)
 
     def _types_of_updates(self, division: Division, whole: Any, own: Any) -> Any:
-        """Return them; raise unless own leaves are updated alike in the whole tree and in this."""
+        """Return the types of the updates; raise if those of own leaves depend on other leaves."""
         types, structure = jax.tree.flatten(jax.tree.map(_type_of, whole))
         key = division, structure, tuple(types)
         if key in self._seen:

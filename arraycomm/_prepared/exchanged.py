@@ -27,7 +27,8 @@ class Exchanged(FastPath):
 
     def __init__(self, runner: Runner, call: Call, step: Step, made: Any = None) -> None:
         group, control = runner.group, runner.group.control
-        # The group has this path: with the runner it would have its user, and never be let go.
+        # The group keeps this path, and the runner keeps the group: a communicator that the program
+        # has dropped could not be given back.
         self._runner_ref = weakref.ref(runner)
         self._group, self._engine = group, group.engine
         self._placement: HostPlacement | None = runner.placements.host
