@@ -17,7 +17,6 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any, Final
 
@@ -193,7 +192,7 @@ class BackwardReducer:
             if backward.joined:
                 self._joined.reduce()
             else:
-                place = replace(backward.place, pending=backward.late)
+                place = backward.place._replace(pending=backward.late)
                 if self._rounds.run(place, backward.requests, backward):
                     self._rounds.run(self.gradients.rounds.place, [])
         finally:

@@ -6,7 +6,6 @@ See `arraycomm._training.rounds` for what the ranks compare in each.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -130,7 +129,7 @@ class BucketRounds:
 
     def _place_in_step(self) -> Any:
         shown = self._parameters.shown_in_step()
-        return replace(self._gradients.rounds.place, stepping=True, **shown)
+        return self._gradients.rounds.place._replace(stepping=True, **shown)
 
     def _hand_over(self, root: int) -> None:
         """Give a rank's gradients to all: it may have clipped them, others had none to clip."""

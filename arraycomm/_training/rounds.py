@@ -7,10 +7,9 @@ backward pass of its own in it, takes part in the rounds of the others' backward
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from dataclasses import astuple, dataclass, replace
+from dataclasses import replace
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from arraycomm._arrays.results import to_framework
@@ -20,10 +19,10 @@ from arraycomm._calls.requests import Request
 from arraycomm._calls.runner import Runner
 from arraycomm._callsite import call_site
 from arraycomm._communicator import Communicator, runner_of, trees_of
-from arraycomm._protocol.agreement import Agreement, agree
+from arraycomm._protocol.agreement import Agreement
 from arraycomm._protocol.details import CallDetail
 from arraycomm._protocol.group import Group
-from arraycomm._protocol.header import LeafSpec, encode, show, with_words
+from arraycomm._protocol.header import LeafSpec
 from arraycomm._reduce.chunks import reserve
 from arraycomm._training.comparison.verification import Look, Shows, compare, nothing_shown
 from arraycomm._training.numbered import refuse_places
@@ -43,8 +42,7 @@ _FLAGS, _COUNT, _STEP = 8, 12, 31
 Leaves: TypeAlias = dict[int, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(NamedTuple):
     """Where a rank is in its training."""
 
     step: int = 1
@@ -69,8 +67,8 @@ class Place:
 
     def word(self) -> int:
         """Return the place as a word of a header."""
-        _, evaluation, number, *flags = astuple(self)
-        word: int = self.step % (1 << _STEP)
+        step, evaluation, number, *flags = self
+        word = step % (1 << _STEP)
         for count in (evaluation, number):
             word = word << _COUNT | count % (1 << _COUNT)
         for flag in flags:
@@ -162,8 +160,8 @@ class Bucket:
     """Parameters whose gradients are reduced together, by their numbers.
 
     The first reduction prepares the others of gradients that `fit` slots of one buffer, into which
-    they are copied by `fill`. The first one of `nothing`, which a rank has in a step after a
-    backward pass that has reduced all, prepares `prepared_step` for the others.
+    they are copied by `fill`. So does the first one of `nothing`, which a rank has in a step after
+    a backward pass that has reduced all.
     """
 
     def __init__(
@@ -178,11 +176,13 @@ class Bucket:
         self.fusions = recent_fusions()
         self.nothing: Leaves = dict.fromkeys(self.numbers)
         self.fill, self._fit = fill, fit
-        self.prepared_step: _PreparedStep | None = None
         self._prepared: _Prepared | None = None
+        self._prepared_nothing: _Prepared | None = None
 
     def prepared(self, gradients: Leaves) -> _Prepared | None:
         """Return what an earlier reduction of gradients like these has prepared, if one has."""
+        if gradients is self.nothing:
+            return self._prepared_nothing
         if self._prepared is None or self._fit is None:
             return None
         fits = self._fit(self._prepared.slots, [*gradients.values()])
@@ -191,7 +191,7 @@ class Bucket:
     def prepare(self, made: ReduceBucket, gradients: Leaves) -> None:
         """Prepare reductions like this one."""
         if gradients is self.nothing:
-            self.prepared_step = _PreparedStep(made)
+            self._prepared_nothing = _Prepared(made)
         elif (
             self._fit is not None
             and len(made.parts.sources) == len(self.numbers)
@@ -214,56 +214,6 @@ class _Prepared:
         self.parts = Parts(list(map(view, slots)), [slot.dtype for slot in slots])
 
 
-class _PreparedStep:
-    """The call of a step that has nothing left to reduce, prepared: a header and its words.
-
-    If a rank shows something else, the call goes on in full.
-    """
-
-    def __init__(self, made: ReduceBucket) -> None:
-        self._signature = made.signature
-        self._header = encode(made.signature, 0, device_flag=made.placement.device_flag)
-
-    def call(self, runner: Runner, part: Part, arguments: tuple[Any, ...]) -> Any:
-        """Make the call; NotImplemented, with nothing done, if it has to be made in full."""
-        group, guard, started = runner.group, runner.guard, time.perf_counter()
-        try:
-            with group.turn():
-                is_watched = group.tracer is not None or (guard and guard.place() is None)
-                if is_watched or group.engine.queue or group.closed is not None:
-                    return NotImplemented
-                try:
-                    shown = part.look_at()
-                except Exception:
-                    # The full call lets the other ranks know of it.
-                    return NotImplemented
-                steps = self._steps(runner, part.place, shown, arguments)
-                result = group.engine.run(group.guarded(steps))
-        except BaseException as error:
-            runner.leave_by(error)
-            raise
-        runner.statistics.add_seconds(ReduceBucket.name, time.perf_counter() - started)
-        return result
-
-    def _steps(
-        self, runner: Runner, place: Place, shown: Look | None, arguments: tuple[Any, ...]
-    ) -> Steps:
-        group, control = runner.group, runner.group.control
-        group.watchdog.current = (ReduceBucket.name, None)
-        words = () if shown is None else shown.words
-        show(control, with_words(self._header, place.word(), words), None)
-        yield control
-        agreement = Agreement(control)
-        if not agreement.agree():
-            agreeing = agree(control, self._signature, negotiable=True)
-            tree = runner.placements.host_tree
-            return (yield from runner.settling(agreeing, None, tree, ReduceBucket, *arguments))
-        runner.statistics.count(ReduceBucket.name)
-        places = yield from compare_places(group, agreement, place, None)
-        yield from compare(group, agreement, shown)
-        return Reduced({}, places)
-
-
 class Rounds:
     """The rounds of one optimizer, and this rank's place."""
 
@@ -277,23 +227,18 @@ class Rounds:
 
     def reduce(self, part: Part) -> Reduced:
         """Reduce a bucket."""
-        made: Any = NotImplemented
-        if part.place.has_nothing and part.bucket.prepared_step is not None:
-            made = part.bucket.prepared_step.call(self._runner, part, (self, part))
-        if made is NotImplemented:
-            made = self._runner.call(ReduceBucket, self, part)
-        reduced: Reduced = made
+        reduced: Reduced = self._runner.call(ReduceBucket, self, part)
         return reduced
 
     def finish_round(self, place: Place) -> None:
         """Note the end of a round of backward passes."""
         worked = self.place.worked or not place.stepping
         place = self.place
-        self.place = replace(place, number=place.number + 1, worked=worked, others=False)
+        self.place = place._replace(number=place.number + 1, worked=worked, others=False)
 
     def note_others(self, *, others: bool = True) -> None:
         """Note whether the optimizer's parameters are others than in the last round."""
-        self.place = replace(self.place, others=others)
+        self.place = self.place._replace(others=others)
 
     def finish_step(self, *, skipped: bool = False, kept: bool = False) -> None:
         """Go on to the next step, maybe after one whose gradients have only been kept."""
@@ -323,17 +268,17 @@ class ReduceBucket(AllreduceGradients):
         memory, op, options = rounds._arguments()
         self._gradients = gradients = make()
         self._prepared: _Prepared | None = None
-        is_nothing = gradients is bucket.nothing
-        if may_overwrite and not is_nothing and context.place_tree(()) is context.host_tree:
+        # Of virtual ranks the totals change from round to round.
+        repeats = onto is None and (may_overwrite or gradients is bucket.nothing)
+        if repeats and context.place_tree(()) is context.host_tree:
             self._prepared = bucket.prepared(gradients)
         if self._prepared is None:
             super().__init__(context, memory, gradients, op, **options, onto=onto)
             settings = (*self.signature.settings, ("bucket", bucket.index))
             self.signature = replace(self.signature, settings=settings)
-            if (may_overwrite or is_nothing) and self.placement is context.host_tree:
+            if repeats and self.placement is context.host_tree:
                 bucket.prepare(self, gradients)
         else:
-            self._onto = onto
             self._repeat(self._prepared, context, memory, op, **options)
         self.word = place.word()
         self._look = part.look_at()
@@ -350,7 +295,7 @@ class ReduceBucket(AllreduceGradients):
     ) -> None:
         """Look at nothing that is known of gradients like these."""
         Operation.__init__(self, context, context.host_tree)
-        self.negotiable = True
+        self.negotiable, self._onto = True, None
         self._memory, self._host, self.op = memory, context.host_tree, op
         self._bucket_bytes, self._compression = bucket_bytes, compression
         self.signature, self.nbytes = prepared.signature, prepared.fusion.nbytes
@@ -370,7 +315,8 @@ class ReduceBucket(AllreduceGradients):
             return super().pack(room)
         gradients = list(self._gradients.values())
         if self.fusion.nbytes <= room:
-            self._bucket.fill(prepared.slots, gradients)
+            if prepared.slots:
+                self._bucket.fill(prepared.slots, gradients)
             return self.packed.buffer
         reserve(self.group.transport, self.fusion.nbytes)
         small = [leaf for leaf in range(len(gradients)) if leaf not in self.fusion.large]

@@ -334,13 +334,13 @@ def test_a_step_after_a_whole_backward_pass_is_prepared_by_the_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     in_steps: list[int] = []
-    reduce = rounds.ReduceBucket.__init__
+    look = rounds.AllreduceGradients.__init__
 
-    def noted(self: Any, context: Any, owner: Any, part: Any) -> None:
-        in_steps.extend([part.place.step] * part.place.stepping)
-        reduce(self, context, owner, part)
+    def noted(self: Any, *arguments: Any, **options: Any) -> None:
+        in_steps.extend([self._place.step] * self._place.stepping)
+        look(self, *arguments, **options)
 
-    monkeypatch.setattr(rounds.ReduceBucket, "__init__", noted)
+    monkeypatch.setattr(rounds.AllreduceGradients, "__init__", noted)
 
     def train(comm: ac.Communicator) -> float:
         weight = torch.nn.Parameter(torch.zeros(1))
