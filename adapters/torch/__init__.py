@@ -24,10 +24,11 @@ from arraycomm.adapters.torch._collectives import (
     reduce_scatter,
 )
 from arraycomm.adapters.torch._data import DataLoader
-from arraycomm.adapters.torch._hooks import without_owner
+from arraycomm.adapters.torch._hooks import BackwardReducer, without_owner
 from arraycomm.adapters.torch._inputs import Settings, StepInputs, align
 from arraycomm.adapters.torch._modules import check_has_parameters, unwrapped
-from arraycomm.adapters.torch._reducer import Reducer
+from arraycomm.adapters.torch._parameters import Parameters
+from arraycomm.adapters.torch._rounds import Reducer
 from arraycomm.adapters.torch._shards import Sharding, check_per_parameter
 
 __all__ = [
@@ -162,12 +163,12 @@ def no_sync(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     >>> run(3, train)
     [-2.0, -2.0, -2.0]
     """
-    reducer = _steps_of(optimizer, "no_sync", "").reducer.in_backward
-    before, reducer.syncing = reducer.syncing, False
+    in_backward = _steps_of(optimizer, "no_sync", "").in_backward
+    before, in_backward.syncing = in_backward.syncing, False
     try:
         yield
     finally:
-        reducer.syncing = before
+        in_backward.syncing = before
 
 
 def gather_state(optimizer: torch.optim.Optimizer, *, root: int = 0) -> dict[str, Any] | None:
@@ -239,20 +240,22 @@ class _Steps:
     ) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._gradients = gradients
-        self.reducer = Reducer(gradients, partial(_groups_of, self._optimizer))
+        self.parameters = Parameters(gradients, partial(_groups_of, self._optimizer))
+        self._reducer = Reducer(self.parameters)
+        self.in_backward = BackwardReducer(self.parameters, self._reducer, without_owner(self.look))
         self.sharding: Sharding | None = None
         if gradients.shards is not None:
-            self.sharding = Sharding(gradients.shards, self.reducer)
-        self.reducer.in_backward.look = without_owner(self.look)
+            self.sharding = Sharding(gradients.shards, self.parameters)
         self.adopt(optimizer, owners)
-        self.reducer.rest()
+        self.parameters.rest()
         sharded = self.sharding is not None
         follow = without_owner(self.follow)
-        self._inputs = StepInputs(optimizer, self.reducer, module, follow, is_sharded=sharded)
+        self._inputs = StepInputs(optimizer, self.parameters, module, follow, is_sharded=sharded)
         gradients.steps = self._inputs
         self._following = self._evaluating = False
         # Whether a step has begun, and how many others inside it.
         self._stepping, self._nested = False, 0
+        # The gradients that are put aside during a step.
         self._held: list[tuple[torch.Tensor, torch.Tensor | None]] = []
 
     def look(self) -> None:
@@ -264,11 +267,12 @@ class _Steps:
     def look_once(self) -> None:
         """Do so outside of passes and steps."""
         self.look()
-        self.reducer.rest()
+        self.parameters.rest()
 
     def adopt(self, optimizer: torch.optim.Optimizer, owners: Sequence[int] = ()) -> None:
         """Look after all parameters of an optimizer from now on."""
-        self.reducer.adopt()
+        if self.parameters.adopt(self.in_backward):
+            self._reducer.adopt()
         if self.sharding is not None:
             self.sharding.adopt(optimizer, owners)
 
@@ -291,16 +295,15 @@ class _Steps:
             # An exception has ended the last step, maybe on this rank alone.
             self._gradients.verification.hasten()
         self._stepping, self._nested = True, 0
-        self.reducer.begin_step()
+        self.parameters.stepping = True
         if self._following:
             self._begin_update()
             return None
         self.adopt(optimizer)
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
-            if not self.reducer.reduce_for_step():
-                self._hold_gradients()
-            self._begin_update()
+            self.in_backward.leave()
+            self._begin_update(applies=self._reducer.reduce_for_step())
             return None
         if self._gradients.accumulate > 1:
             raise ValueError(
@@ -315,14 +318,29 @@ class _Steps:
                 "pass virtual_ranks=None"
             )
         self._evaluating = True
-        self.reducer.begin_evaluations()
+        if self.parameters.is_counted:
+            self._gradients.rounds.next_evaluation()
         evaluate = self._gradients.entry(lambda: self._evaluate(closure))
         return args[:1], {**kwargs, "closure": evaluate}
 
-    def _begin_update(self) -> None:
+    def _begin_update(self, *, applies: bool = True) -> None:
+        """Put aside what this rank does not update: torch's optimizers leave alone what is None."""
         self._inputs.has_updated = True
-        if self.sharding is not None:
-            self.sharding.begin()
+        # If an exception ended the last step, its gradients are of no use any more.
+        self._held.clear()
+        if applies and self.sharding is None:
+            return
+        tensors = self.parameters.tensors
+        others = tensors if self.sharding is None else self.sharding.begin(applies=applies)
+        for parameter in others:
+            self._held.append((parameter, parameter.grad))
+            parameter.grad = None
+
+    def _give_back(self) -> None:
+        """Give the parameters back the gradients that were put aside."""
+        while self._held:
+            parameter, gradient = self._held.pop()
+            parameter.grad = gradient
 
     def after_step(self, *_: Any) -> None:
         """Exchange what was updated, or give back the gradients of a step that was none."""
@@ -330,15 +348,15 @@ class _Steps:
             self._nested -= 1
             return
         self._stepping = False
+        self._give_back()
         if self.sharding is not None:
             self.sharding.end()
-        while self._held:
-            parameter, gradient = self._held.pop()
-            parameter.grad = gradient
         if self._evaluating:
             self._evaluating = False
-            self.reducer.end_evaluations()
-        self.reducer.end_step()
+            if self.parameters.is_counted:
+                self.parameters.finish_step()
+        self.parameters.stepping = False
+        self.parameters.rest()
 
     def follow(self, reduced: Any, settings: Settings) -> None:
         """Take the step of ranks with data: their reduced gradients and their hyperparameters."""
@@ -347,26 +365,23 @@ class _Steps:
             return
         self.look()
         self._inputs.adopt(settings)
-        self.reducer.take_over(reduced)
+        for tensor in self.parameters.tensors:
+            tensor.grad = None
+        self.parameters.settle(dict(enumerate(reduced)))
+        self.parameters.forget_reduced()
         self._following = True
         try:
             optimizer.step()
         finally:
             self._following = False
 
-    def _hold_gradients(self) -> None:
-        # Torch's optimizers do not change a parameter without a gradient, nor its state.
-        for parameter in self.reducer.parameters:
-            self._held.append((parameter, parameter.grad))
-            parameter.grad = None
-
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
         """Evaluate a closure, and reduce its gradients and its loss."""
-        if self.sharding is not None:
-            self.sharding.give_back()
+        self._give_back()
         with torch.enable_grad():
             loss = closure()
-        self.reducer.reduce_evaluation()
+        self.in_backward.leave()
+        self._reducer.reduce_evaluation()
         self._begin_update()
         if loss is None:
             return None
@@ -410,11 +425,11 @@ def _zero_grad(itself: Any, *args: Any, **kwargs: Any) -> None:
     """Zero the gradients, and look at the parameters, which the next backward pass has to know."""
     optimizer = itself()
     steps = _distributed[optimizer]
-    steps.reducer.in_backward.before_zeroing()
+    steps.in_backward.before_zeroing()
     type(optimizer).zero_grad(optimizer, *args, **kwargs)
     steps.look()
-    steps.reducer.note_zeroed()
-    steps.reducer.rest()
+    steps.parameters.note_zeroed()
+    steps.parameters.rest()
 
 
 def _reduced(itself: Any, gradients: Any, module: Any, protocol: Any) -> tuple[Any, ...]:
@@ -424,8 +439,8 @@ def _reduced(itself: Any, gradients: Any, module: Any, protocol: Any) -> tuple[A
     reduced: tuple[Any, ...] = kind.__reduce_ex__(optimizer, protocol)
     steps = _distributed[optimizer]
     steps.look()
-    steps.reducer.note_skipped()
-    steps.reducer.rest()
+    steps.parameters.note_skipped()
+    steps.parameters.rest()
     owners = () if steps.sharding is None else steps.sharding.owners
     return _copied, (gradients, module, owners, *reduced[:3])
 

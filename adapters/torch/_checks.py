@@ -11,8 +11,8 @@ import torch
 import arraycomm as ac
 from arraycomm._training.comparison.digests import digest_of
 from arraycomm.adapters.torch._backward import scaler_of_step
-from arraycomm.adapters.torch._parameters import Parameters
-from arraycomm.adapters.torch._slots import State, writes_to
+from arraycomm.adapters.torch._parameters import UNSEEN, Parameters
+from arraycomm.adapters.torch._slots import UNREDUCED, State, writes_to
 
 
 def check_unchanged(parameters: Parameters, why: str) -> None:
@@ -31,6 +31,29 @@ def check_unchanged(parameters: Parameters, why: str) -> None:
                 "instead"
             )
         )
+
+
+def check_left(parameters: Parameters) -> None:
+    """Raise if a gradient was changed that is reduced in the step: it is this rank's alone."""
+    for tensor, slot in zip(parameters.tensors, parameters.slots, strict=True):
+        if slot.whole is not None:
+            slot.take_apart(tensor)
+    gradients = parameters.gradients
+    virtual, size = gradients.virtual, gradients.comm.size
+    of_others = (size if virtual is None else virtual.count) > 1
+    for number, why in parameters.left.items() if of_others else ():
+        slot, grad = parameters.slots[number], parameters.tensors[number].grad
+        if grad is None or slot.state(grad) not in UNREDUCED:
+            continue
+        # Torch does not count what a scaler writes, nor all of its own writes.
+        written = why == UNSEEN or writes_to(grad) != slot.version
+        if (written or scaler_of_step() is not None) and not slot.was_zeroed(grad):
+            gradients.fail(
+                RuntimeError(
+                    f"DistributedOptimizer: the gradient of parameter {number} was not reduced by "
+                    f"backward(), and may have been clipped or scaled as this rank's alone: {why}"
+                )
+            )
 
 
 def check_owners(parameters: Parameters) -> None:

@@ -29,10 +29,9 @@ from arraycomm._communicator import group_of
 from arraycomm._entries import opaque
 from arraycomm._launch.places import cores
 from arraycomm.adapters.torch._backward import Backward, enclosing_node
-from arraycomm.adapters.torch._buckets import Buckets
 from arraycomm.adapters.torch._parameters import Parameters, kept_gradient
-from arraycomm.adapters.torch._rounds import BucketRounds, JoinedSteps
-from arraycomm.adapters.torch._slots import Slot
+from arraycomm.adapters.torch._rounds import Reducer
+from arraycomm.adapters.torch._slots import UNREDUCED, Slot
 
 # Why a backward pass has left gradients unreduced, and what to do.
 _RAISED: Final = "backward() had raised; call optimizer.zero_grad() then"
@@ -45,19 +44,16 @@ _COMPILED: Final = (
 class BackwardReducer:
     """Reduces the gradients of one optimizer's parameters during backward passes."""
 
-    def __init__(
-        self, parameters: Parameters, buckets: Buckets, rounds: BucketRounds, joined: JoinedSteps
-    ) -> None:
-        self._parameters, self._buckets = parameters, buckets
-        self._rounds, self._joined = rounds, joined
+    def __init__(self, parameters: Parameters, reducer: Reducer, look: Callable[[], None]) -> None:
+        self._parameters, self._reducer = parameters, reducer
+        # Looks at the optimizer's parameters, which the program may have exchanged.
+        self.look = look
         self.gradients = parameters.gradients
         self._lock = threading.RLock()
         self._at_end = self.gradients.entry(without_owner(self._end))
         self._at_error = without_owner(self._raised)
         # The pass that goes on.
         self.backward: Backward | None = None
-        # Looks at the optimizer's parameters, which the program may have exchanged.
-        self.look: Callable[[], None] = lambda: None
         # What went wrong in the reductions of a pass that an exception had ended.
         self._error: Exception | None = None
         # Whether gradients are reduced, not only accumulated.
@@ -73,7 +69,7 @@ class BackwardReducer:
                 return
             # Not before: hooks of the program on the last parameter were still to see its gradient.
             while backward.overlaps and backward.has_ready_bucket():
-                self._rounds.start_next(backward)
+                self._reducer.start_next(backward)
             parameter = self._parameters.tensors[slot.number]
             grad = parameter.grad
             if grad is None:
@@ -86,10 +82,11 @@ class BackwardReducer:
             else:
                 # As late as can be: `torch.autograd.grad` adds nothing, and hooks may raise before.
                 backward.awaited.add(slot.number)
-                adds = _Adds(self._adds, backward, slot)
+                adds = partial(self._adds, backward, slot)
                 backward.handles.append(_current_autograd_node().register_prehook(adds))
 
-    def _adds(self, backward: Backward, slot: Slot) -> None:
+    @opaque
+    def _adds(self, backward: Backward, slot: Slot, _: Any) -> None:
         """Called right before autograd adds to a gradient.
 
         A node that runs in one pass inside another, or that only the outer one runs, has a hook of
@@ -156,10 +153,10 @@ class BackwardReducer:
     def _begin(self) -> Backward:
         """Begin a backward pass, and a new step if the last one was skipped."""
         gradients = self.gradients
-        waiting = [len(bucket.numbers) for bucket in self._buckets.all]
-        known = self._parameters.tensors, self._buckets.of, waiting
+        waiting = [len(bucket.numbers) for bucket in self._reducer.buckets.all]
+        known = self._parameters.tensors, self._reducer.buckets.of, waiting
         self._parameters.note_skipped()
-        self._joined.forget_zeroed()
+        self._reducer.joined.forget_zeroed()
         compiled = _current_autograd_node() is None
         if gradients.rounds is None:
             return Backward(None, *known, lock=self._lock, compiled=compiled)
@@ -190,11 +187,11 @@ class BackwardReducer:
         """Reduce what is left at the end of a backward pass."""
         try:
             if backward.joined:
-                self._joined.reduce()
+                self._reducer.joined.reduce()
             else:
                 place = backward.place._replace(pending=backward.late)
-                if self._rounds.run(place, backward.requests, backward):
-                    self._rounds.run(self.gradients.rounds.place, [])
+                if self._reducer.run(place, backward.requests, backward):
+                    self._reducer.run(self.gradients.rounds.place, [])
         finally:
             self._parameters.forget_sent()
             self._close(backward)
@@ -256,14 +253,16 @@ class BackwardReducer:
             reductions = ac.waitall(backward.requests)
             # Those of virtual ranks can be made again, with all gradients of the round.
             for reduced in reductions if self.gradients.virtual is None else ():
-                self._parameters.settle_sent(reduced.leaves, unless_changed=not backward.late)
+                self._reducer.take(reduced, unless_changed=not backward.late)
         except Exception as error:
             self._error = error
         finally:
             self._parameters.forget_sent()
             if not (backward.local or backward.joined):
-                why = _COMPILED if backward.compiled else _RAISED
-                self._parameters.leave(backward.order, why)
+                why, grads = _COMPILED if backward.compiled else _RAISED, self._parameters.grads
+                for number in backward.order:
+                    if self._parameters.slots[number].state(grads[number]) in UNREDUCED:
+                        self._parameters.left[number] = why
             self._close(backward, at_once=at_once)
 
     def _raise_error(self) -> None:
@@ -301,17 +300,6 @@ def saves_time(comm: ac.Communicator, parameters: Sequence[torch.Tensor]) -> boo
 @lru_cache
 def _machine_cores() -> int:
     return os.cpu_count() or 1
-
-
-class _Adds:
-    """Called before autograd adds to a gradient."""
-
-    def __init__(self, adds: Callable[..., None], *arguments: Any) -> None:
-        self._adds, self._arguments = adds, arguments
-
-    @opaque
-    def __call__(self, _: Any) -> None:
-        self._adds(*self._arguments)
 
 
 class _PassEnd:

@@ -15,6 +15,7 @@ from arraycomm._training.comparison.differences import array_item
 from arraycomm._training.comparison.verification import Inputs, is_private, plain, scalar
 from arraycomm.adapters.torch._backward import scaler_of_step
 from arraycomm.adapters.torch._modules import buffers_of, names_of
+from arraycomm.adapters.torch._parameters import Parameters
 
 Settings = list[tuple[str, Any]]
 # A name, a value, and how to set it.
@@ -24,7 +25,7 @@ Setting = tuple[str, Any, Callable[[Any], None]]
 class StepInputs:
     """What the steps of one optimizer depend on; see `arraycomm._training.gradients.TakesSteps`.
 
-    The reducer has its parameters in the order that all ranks have. If the optimizer is sharded,
+    `parameters` has them in the order that all ranks have. If the optimizer is sharded,
     each rank has only a part of the state. A module, if there is one, lives as long as the
     optimizer.
     """
@@ -32,14 +33,14 @@ class StepInputs:
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        reducer: Any,
+        parameters: Parameters,
         module: torch.nn.Module | None,
         follow: Callable[[Any, Settings], None],
         *,
         is_sharded: bool,
     ) -> None:
         self._follow = follow
-        self._optimizer, self._reducer = weakref.ref(optimizer), weakref.ref(reducer)
+        self._optimizer, self._adopted = weakref.ref(optimizer), weakref.ref(parameters)
         self._module = None if module is None else weakref.ref(module)
         self._is_sharded = is_sharded
         # Before the first update the state may be memory that was not written yet.
@@ -56,8 +57,8 @@ class StepInputs:
 
     def inputs(self) -> Inputs:
         """Return them for the step that is being taken."""
-        optimizer, reducer = self._optimizer(), self._reducer()
-        if reducer is not None and reducer.is_stepping:
+        optimizer, adopted = self._optimizer(), self._adopted()
+        if adopted is not None and adopted.stepping:
             scaler = scaler_of_step()
             self._scaler = (lambda: None) if scaler is None else weakref.ref(scaler)
         groups = () if optimizer is None else optimizer.param_groups
@@ -87,8 +88,8 @@ class StepInputs:
 
     def _counts(self) -> Iterator[Setting]:
         """Return what changes with every step, and how to set it."""
-        optimizer, reducer = self._optimizer(), self._reducer()
-        if optimizer is not None and reducer is not None and not self._is_sharded:
+        optimizer, adopted = self._optimizer(), self._adopted()
+        if optimizer is not None and adopted is not None and not self._is_sharded:
             # Of the first parameter that has a state: that is in the order in which they came.
             # Torch hashes a parameter in Python.
             # Some keep what is of no parameter there, under a name, or one tensor of each.
@@ -97,7 +98,7 @@ class StepInputs:
                 for key, each in optimizer.state.items()
                 if isinstance(each, dict) and "step" in each
             }
-            steps = (counted[id(p)] for p in reducer.parameters if id(p) in counted)
+            steps = (counted[id(p)] for p in adopted.tensors if id(p) in counted)
             if isinstance(step := scalar(next(steps, None)), int | float):
                 yield "the step in the state", step, _leave
         if (scaler := self._scaler()) is not None:
@@ -105,11 +106,11 @@ class StepInputs:
                 yield f"{key} of the GradScaler", value, _loader(scaler, key)
 
     def _parameters(self) -> Iterator[tuple[str, Any]]:
-        reducer = self._reducer()
-        assert reducer is not None
+        adopted = self._adopted()
+        assert adopted is not None
         module = self._module_now()
         names = {} if module is None else names_of(module)
-        for number, parameter in enumerate(reducer.parameters):
+        for number, parameter in enumerate(adopted.tensors):
             if _is_dense(parameter):
                 name = names.get(id(parameter))
                 yield f"parameter {number}" + (f" ({name})" if name else ""), parameter

@@ -10,7 +10,6 @@ import torch
 
 import arraycomm as ac
 from arraycomm._trees.fusion import LARGE
-from arraycomm.adapters.torch._backward import scaler_of_step
 from arraycomm.adapters.torch._slots import (
     UNREDUCED,
     Slot,
@@ -27,10 +26,9 @@ from arraycomm.adapters.torch._slots import (
 class Parameters:
     """The parameters of one optimizer, by their numbers, and their gradients in this step."""
 
-    def __init__(self, gradients: Any) -> None:
-        self.gradients = gradients
-        # Returns the groups of the optimizer.
-        self.groups: Callable[[], Sequence[dict[str, Any]]] = list
+    def __init__(self, gradients: Any, groups: Callable[[], Sequence[dict[str, Any]]]) -> None:
+        # `groups` returns those of the optimizer.
+        self.gradients, self._groups = gradients, groups
         self._tensors: list[torch.Tensor] | None = None
         # Whether a step goes on.
         self.stepping = False
@@ -57,7 +55,7 @@ class Parameters:
         They are kept during passes and steps alone, so that it is noticed if the program drops one.
         """
         if self._tensors is None:
-            found = [tensor for group in self.groups() for tensor in group["params"]]
+            found = [tensor for group in self._groups() for tensor in group["params"]]
             if len(set(map(id, found))) < len(found):
                 found = list({id(tensor): tensor for tensor in found}.values())
             self._tensors = found
@@ -82,12 +80,16 @@ class Parameters:
         is_new = list(map(id, slots)) != list(map(id, old))
         if is_new:
             self._leave_old(slots, before, reducer)
-            self._renumber(slots)
             self._tensors, self.slots, self.touched, self.left = tensors, slots, [], {}
             self._large = {n for n, tensor in enumerate(tensors) if tensor.nbytes >= LARGE}
             self._report_to(reducer, *([None, reducer] if old else []))
-        if old:
-            self._note_unseen(unseen, had_reduced=had_reduced)
+        # Gradients in a step of parameters whose hooks no backward pass has called. If others have
+        # been reduced in the step, these are compared between the ranks.
+        for number in unseen if old and self.stepping else ():
+            slot, grad = self.slots[number], self.tensors[number].grad
+            if slot.state(grad) in UNREDUCED:
+                slot.reduced = slot.replaced = had_reduced
+                self.left[number] = UNSEEN
         return is_new
 
     def _leave_old(
@@ -107,25 +109,12 @@ class Parameters:
                 slot.release(reducer)
         if self.slots and self.gradients.rounds is not None:
             self.gradients.rounds.note_others()
-
-    def _note_unseen(self, numbers: Iterable[int], *, had_reduced: bool) -> None:
-        """Note gradients in a step of parameters whose hooks no backward pass has called.
-
-        If others have been reduced in the step, these are compared between the ranks.
-        """
-        for number in numbers if self.stepping else ():
-            slot, grad = self.slots[number], self.tensors[number].grad
-            if slot.state(grad) in UNREDUCED:
-                slot.reduced = slot.replaced = had_reduced
-                self.left[number] = _UNSEEN
-
-    def _renumber(self, slots: Sequence[Slot]) -> None:
-        """Keep what is remembered of the parameters that stay; of a copy's, of all."""
         if self.slots:
+            # Keep what is remembered of the parameters that stay; of a copy's, of all.
             numbers = {id(slot): number for number, slot in enumerate(slots)}
             pairs = ((old, numbers.get(id(slot))) for old, slot in enumerate(self.slots))
-            stay = {old: new for old, new in pairs if new is not None}
-            self.gradients.renumber(stay, len(slots))
+            stays = {old: new for old, new in pairs if new is not None}
+            self.gradients.renumber(stays, len(slots))
 
     def _report_to(self, reducer: object, *instead_of: object) -> None:
         """Have the hooks report to a reducer, maybe only in place of some."""
@@ -171,18 +160,8 @@ class Parameters:
         means: dict[int, Any] = self.gradients.sums.mean_of(unreduced)
         if self.gradients.compression is None:
             return means
-        sent = self.gradients.sent([*means.values()], _paths(means))
+        sent = self.gradients.sent([*means.values()], paths(means))
         return dict(zip(means, sent, strict=True))
-
-    def settle_sent(self, leaves: dict[int, Any], *, unless_changed: bool = False) -> None:
-        """Take over the reductions of what `means` has returned; see `settle`."""
-        if self.gradients.compression is not None:
-            tensors = [self.tensors[number].detach() for number in leaves]
-            reduced = [*map(_like, tensors, leaves.values())]
-            with self.gradients.announcing():
-                received = self.gradients.received(reduced, tensors, _paths(leaves))
-            leaves = dict(zip(leaves, received, strict=True))
-        self.settle(leaves, unless_changed=unless_changed)
 
     def all_unreduced(self) -> list[Any]:
         """Return what this step's gradients are if no rank can say which are stale."""
@@ -217,33 +196,10 @@ class Parameters:
             slot.sent = slot.shown = None
         self._sent.clear()
 
-    def leave(self, numbers: Iterable[int], why: str) -> None:
-        """Note that a backward pass has left gradients of these parameters unreduced."""
-        grads = self.grads
-        for number in numbers:
-            if self.slots[number].state(grads[number]) in UNREDUCED:
-                self.left[number] = why
-
     def note_zeroed(self) -> None:
         """Forget what backward passes have left: the program has zeroed it, and ended the step."""
         self.left = {n: why for n, why in self.left.items() if not self.are_zeroed([n])}
         self.note_skipped()
-
-    def check_left(self) -> None:
-        """Raise if a gradient was changed that is reduced in the step: it is this rank's alone."""
-        for tensor, slot in zip(self.tensors, self.slots, strict=True):
-            if slot.whole is not None:
-                slot.take_apart(tensor)
-        virtual, size = self.gradients.virtual, self.gradients.comm.size
-        of_others = (size if virtual is None else virtual.count) > 1
-        for number, why in self.left.items() if of_others else ():
-            slot, grad = self.slots[number], self.tensors[number].grad
-            if grad is None or slot.state(grad) not in UNREDUCED:
-                continue
-            # Torch does not count what a scaler writes, nor all of its own writes.
-            written = why == _UNSEEN or writes_to(grad) != slot.version
-            if (written or scaler_of_step() is not None) and not slot.was_zeroed(grad):
-                self.gradients.fail(_changed_before(number, why))
 
     def shown_in_step(self) -> dict[str, bool]:
         """Return what a rank in its step says of its gradients; see `Place`."""
@@ -286,7 +242,7 @@ class Parameters:
                     continue
                 if written:
                     self.gradients.fail(_changed_inside(number))
-                slot.settle(tensor, _like(tensor, reduced))
+                slot.settle(tensor, like(tensor, reduced))
             if plain:
                 take_over([slot for slot, _ in plain], [reduced for _, reduced in plain])
         if self.is_counted:
@@ -314,17 +270,13 @@ class Parameters:
                     tensor.grad = None
         self._unchanged = False
         self.touched += self._sent - means.keys()
-        self.settle({number: _like(tensors[number], mean) for number, mean in means.items()})
-
-    def settle_all(self, reduced: Sequence[Any]) -> None:
-        """Take over the reduced gradients of all parameters."""
-        self.settle(dict(enumerate(reduced)))
+        self.settle({number: like(tensors[number], mean) for number, mean in means.items()})
 
     def replace(self, given: Sequence[Any]) -> None:
         """Replace all gradients by reduced ones of another rank."""
         self._unchanged = False
         for tensor, slot, grad in zip(self.tensors, self.slots, given, strict=True):
-            tensor.grad = _like(tensor, grad)
+            tensor.grad = like(tensor, grad)
             slot.note_reduced(tensor.grad)
 
     # Steps
@@ -366,14 +318,14 @@ class Parameters:
             slot.reduced = slot.replaced = False
 
 
-def _paths(numbers: Iterable[int]) -> list[str]:
+def paths(numbers: Iterable[int]) -> list[str]:
     """Return what errors call the gradients of parameters."""
     return [f"the gradient of parameter {number}" for number in numbers]
 
 
 _GONE: Final = torch.empty(0)
 
-_UNSEEN: Final = (
+UNSEEN: Final = (
     "the parameter came without add_param_group, or torch has swapped its contents, and backward() "
     "did not know it; call optimizer.zero_grad() after such a change, before backward()"
 )
@@ -419,14 +371,7 @@ def _added_twice(number: int) -> RuntimeError:
     )
 
 
-def _changed_before(number: int, why: str) -> RuntimeError:
-    return RuntimeError(
-        f"DistributedOptimizer: the gradient of parameter {number} was not reduced by backward(), "
-        f"and may have been clipped or scaled as this rank's alone: {why}"
-    )
-
-
-def _like(parameter: torch.Tensor, reduced: Any) -> torch.Tensor | None:
+def like(parameter: torch.Tensor, reduced: Any) -> torch.Tensor | None:
     """Return a reduced gradient as a tensor where the parameter is."""
     if reduced is None:
         return None

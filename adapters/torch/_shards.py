@@ -15,6 +15,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 import arraycomm as ac
+from arraycomm.adapters.torch._parameters import Parameters
 from arraycomm.adapters.torch._slots import Slot
 
 # Those that update each parameter from its own gradient and state.
@@ -82,14 +83,13 @@ def _overrides(kind: type, base: type) -> bool:
 
 
 class Sharding:
-    """Which rank owns each parameter of one optimizer, and what is put aside during its steps."""
+    """Which rank owns each parameter of one optimizer."""
 
-    def __init__(self, shards: Any, reducer: Any) -> None:
-        self._shards, self._reducer = shards, reducer
+    def __init__(self, shards: Any, adopted: Parameters) -> None:
+        self._shards, self._adopted = shards, adopted
         self._slots: Sequence[Slot] = ()
         # The owner of each parameter.
         self.owners: Sequence[int] = ()
-        self._held: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._stepped: list[int] = []
         self._is_gathering = False
         # Before the first update most optimizers have no state: then this rank's is the whole.
@@ -97,7 +97,7 @@ class Sharding:
 
     def adopt(self, optimizer: torch.optim.Optimizer, owners: Sequence[int] = ()) -> None:
         """Divide new parameters over the ranks; `owners` are theirs, if they have any."""
-        slots = self._reducer.slots
+        slots = self._adopted.slots
         if list(map(id, slots)) == list(map(id, self._slots)):
             return
         self._is_whole = self._is_whole and not (optimizer.state or owners)
@@ -119,36 +119,23 @@ class Sharding:
 
     @property
     def _parameters(self) -> Sequence[torch.Tensor]:
-        parameters: Sequence[torch.Tensor] = self._reducer.parameters
-        return parameters
+        return self._adopted.tensors
 
     def _is_own(self, number: int) -> bool:
         return bool(self.owners[number] == self._shards.comm.rank)
 
     # Steps
 
-    def begin(self) -> None:
-        """Put the gradients of other ranks' parameters aside."""
-        # If an exception ended the last step, its gradients are of no use any more.
-        self._held.clear()
+    def begin(self, *, applies: bool) -> list[torch.Tensor]:
+        """Return the parameters whose gradients this rank does not use in a step, if it applies."""
         self._is_whole = False
-        parameters = self._parameters
-        self._stepped = [n for n, p in enumerate(parameters) if p.grad is not None]
-        for number, parameter in enumerate(parameters):
-            if parameter.grad is not None and not self._is_own(number):
-                self._held.append((parameter, parameter.grad))
-                parameter.grad = None
-
-    def give_back(self) -> None:
-        """Give the parameters back the gradients that were put aside."""
-        while self._held:
-            parameter, gradient = self._held.pop()
-            parameter.grad = gradient
+        used = [number for number, p in enumerate(self._parameters) if p.grad is not None]
+        self._stepped = used if applies else []
+        return [self._parameters[n] for n in used if not (applies and self._is_own(n))]
 
     @torch.no_grad()
     def end(self) -> None:
         """Exchange the updated parameters; collective, unless none had a gradient."""
-        self.give_back()
         stepped, self._stepped = self._stepped, []
         parameters = self._parameters
         updated = [parameters[number] for number in stepped]

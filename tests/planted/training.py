@@ -290,8 +290,8 @@ TORCH: Final = (
     Fault(
         "failed gradients of a join: those of a reduction that failed are reduced with the next",
         f"{_ADAPTERS}/torch/_rounds.py",
-        "        finally:\n            parameters.forget_sent()",
-        "        finally:\n            pass",
+        "            self._has_reduced = True\n        finally:\n            parameters.forget_sent()",
+        "            self._has_reduced = True\n        finally:\n            pass",
         ("inside_join_ranks_take_the_steps_of_the_others",),
     ),
     Fault(
@@ -303,7 +303,7 @@ TORCH: Final = (
     ),
     Fault(
         "reduced in the form that is sent: a compression's own form is not undone",
-        f"{_ADAPTERS}/torch/_parameters.py",
+        f"{_ADAPTERS}/torch/_rounds.py",
         "            leaves = dict(zip(leaves, received, strict=True))",
         "            leaves = dict(zip(leaves, reduced, strict=True))",
         _TORCH,
@@ -357,7 +357,7 @@ TORCH: Final = (
     Fault(
         "gradients not given back: "
         "after a sharded step the gradients of other ranks' parameters are lost",
-        f"{_ADAPTERS}/torch/_shards.py",
+        f"{_ADAPTERS}/torch/__init__.py",
         "            parameter.grad = gradient",
         "            parameter.grad = None",
         _TORCH,
