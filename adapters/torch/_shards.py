@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from functools import lru_cache
-from typing import Any, Final, NamedTuple
+from functools import lru_cache, partial
+from typing import Any, Final
 
+import optree
 import torch
 
 import arraycomm as ac
@@ -191,40 +192,33 @@ class Sharding:
         return {**mine, "state": {key: state[key] for key in (*numbers, *state)}}
 
     def _packed(self, state: dict[Any, Any]) -> dict[Any, Any]:
-        """Return the state of parameters in a form that another rank can load."""
+        """Return the state of parameters in host memory, and which of it belongs where they are."""
 
-        def pack(x: torch.Tensor, device: torch.device) -> _Sent:
-            return _Sent(x.cpu(), x.device == device)
+        def pack(number: Any, values: Any) -> tuple[Any, Any]:
+            device = self._device_of(number)
+            there = optree.tree_map(partial(_is_on, device), values)
+            return optree.tree_map(_on_host, values), there
 
-        return {n: _each(pack, values, self._device_of(n)) for n, values in state.items()}
+        return {number: pack(number, values) for number, values in state.items()}
 
     def _unpacked(self, state: dict[Any, Any]) -> dict[Any, Any]:
-        def unpack(x: _Sent, device: torch.device) -> torch.Tensor:
-            return x.tensor.to(device) if x.there else x.tensor
+        def unpack(number: Any, values: Any, there: Any) -> Any:
+            device = self._device_of(number)
+            return optree.tree_map(lambda x, its: x.to(device) if its else x, values, there)
 
-        return {n: _each(unpack, values, self._device_of(n), _Sent) for n, values in state.items()}
+        return {number: unpack(number, *values) for number, values in state.items()}
 
     def _device_of(self, number: Any) -> torch.device:
         """Return the device of the parameter of this number; that of numbers is the host."""
         return self._parameters[number].device if isinstance(number, int) else torch.device("cpu")
 
 
-class _Sent(NamedTuple):
-    """A tensor of the state in host memory, and whether it belongs where its parameter is."""
-
-    tensor: torch.Tensor
-    there: bool
+def _is_on(device: torch.device, x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and x.device == device
 
 
-def _each(change: Any, values: Any, device: torch.device, kind: type = torch.Tensor) -> Any:
-    """Return the state of a parameter with all tensors in it changed."""
-    if isinstance(values, kind):
-        return change(values, device)
-    if isinstance(values, dict):
-        return {key: _each(change, value, device, kind) for key, value in values.items()}
-    if isinstance(values, (list, tuple)) and not hasattr(values, "_fields"):
-        return type(values)(_each(change, value, device, kind) for value in values)
-    return values
+def _on_host(x: Any) -> Any:
+    return x.cpu() if isinstance(x, torch.Tensor) else x
 
 
 def _spec(parameter: torch.Tensor) -> tuple[Any, tuple[int, ...]]:
