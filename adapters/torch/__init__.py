@@ -264,11 +264,6 @@ class _Steps:
         if optimizer is not None:
             self.adopt(optimizer)
 
-    def look_once(self) -> None:
-        """Do so outside of passes and steps."""
-        self.look()
-        self.parameters.rest()
-
     def adopt(self, optimizer: torch.optim.Optimizer, owners: Sequence[int] = ()) -> None:
         """Look after all parameters of an optimizer from now on."""
         if self.parameters.adopt(self.in_backward):
@@ -318,7 +313,7 @@ class _Steps:
                 "pass virtual_ranks=None"
             )
         self._evaluating = True
-        if self.parameters.is_counted:
+        if self._gradients.is_counted:
             self._gradients.rounds.next_evaluation()
         evaluate = self._gradients.entry(lambda: self._evaluate(closure))
         return args[:1], {**kwargs, "closure": evaluate}
@@ -353,7 +348,7 @@ class _Steps:
             self.sharding.end()
         if self._evaluating:
             self._evaluating = False
-            if self.parameters.is_counted:
+            if self._gradients.is_counted:
                 self.parameters.finish_step()
         self.parameters.stepping = False
         self.parameters.rest()
@@ -385,8 +380,9 @@ class _Steps:
         self._begin_update()
         if loss is None:
             return None
-        return self._gradients.reduce_loss(
-            loss.detach() if isinstance(loss, torch.Tensor) else loss
+        # As the gradients are.
+        return self._gradients.comm.allreduce(
+            loss.detach() if isinstance(loss, torch.Tensor) else loss, self._gradients.op
         )
 
 
@@ -417,7 +413,8 @@ def _add_param_group(itself: Any, param_group: dict[str, Any]) -> None:
     optimizer = itself()
     type(optimizer).add_param_group(optimizer, param_group)
     _check_shapes(optimizer.param_groups)
-    _distributed[optimizer].look_once()
+    _distributed[optimizer].look()
+    _distributed[optimizer].parameters.rest()
 
 
 @opaque
@@ -428,8 +425,12 @@ def _zero_grad(itself: Any, *args: Any, **kwargs: Any) -> None:
     steps.in_backward.before_zeroing()
     type(optimizer).zero_grad(optimizer, *args, **kwargs)
     steps.look()
-    steps.parameters.note_zeroed()
-    steps.parameters.rest()
+    parameters = steps.parameters
+    # What backward passes have left is gone, and so is the step if all is zeroed.
+    left = parameters.left.items()
+    parameters.left = {n: why for n, why in left if not parameters.are_zeroed([n])}
+    parameters.note_skipped()
+    parameters.rest()
 
 
 def _reduced(itself: Any, gradients: Any, module: Any, protocol: Any) -> tuple[Any, ...]:

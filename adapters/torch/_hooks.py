@@ -157,18 +157,15 @@ class BackwardReducer:
         known = self._parameters.tensors, self._reducer.buckets.of, waiting
         self._parameters.note_skipped()
         self._reducer.joined.forget_zeroed()
-        compiled = _current_autograd_node() is None
-        if gradients.rounds is None:
-            return Backward(None, *known, lock=self._lock, compiled=compiled)
-        return Backward(
-            gradients.rounds.place,
-            *known,
-            lock=self._lock,
-            local=not self.syncing or gradients.sums.keeps,
-            joined=gradients.joined,
-            overlaps=not compiled and saves_time(gradients.comm, self._parameters.tensors),
-            compiled=compiled,
-        )
+        compiled, rounds = _current_autograd_node() is None, gradients.rounds
+        backward = Backward(rounds and rounds.place, *known, lock=self._lock, compiled=compiled)
+        if rounds is not None:
+            backward.local = not self.syncing or gradients.sums.keeps
+            backward.joined = gradients.joined
+            backward.overlaps = not compiled and saves_time(
+                gradients.comm, self._parameters.tensors
+            )
+        return backward
 
     def _end(self) -> None:
         """Called at the end of a backward pass."""

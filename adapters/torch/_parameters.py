@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, Final
 
 import torch
 
 import arraycomm as ac
-from arraycomm._trees.fusion import LARGE
 from arraycomm.adapters.torch._slots import (
     UNREDUCED,
     Slot,
@@ -17,6 +17,7 @@ from arraycomm.adapters.torch._slots import (
     changed,
     marked_slot,
     marked_slots,
+    nobody,
     slot_of,
     take_over,
     writes_to,
@@ -33,8 +34,6 @@ class Parameters:
         # Whether a step goes on.
         self.stepping = False
         self.slots: list[Slot] = []
-        # Those over whose gradients a reduction may write its results.
-        self._large: set[int] = set()
         # Those with gradients of backward passes for this step.
         self.touched: list[int] = []
         # Those whose gradients the backward pass that goes on has accumulated; None without one.
@@ -70,8 +69,8 @@ class Parameters:
         """Have the hooks of the optimizer's parameters report to a reducer; tell if any is new."""
         before, self._tensors = self._tensors, None
         tensors = self.tensors
-        if marked_slots(tensors) == self.slots:
-            if {id(slot.reducer) for slot in self.slots} != {id(self._reducer)}:
+        if marked_slots(tensors) == (slots := self.slots):
+            if [*map(_reducer_of, slots)].count(self._reducer) < len(slots):
                 self._report_to(reducer, None)
             return False
         had_reduced = any(slot.reduced for slot in self.slots)
@@ -81,7 +80,6 @@ class Parameters:
         if is_new:
             self._leave_old(slots, before, reducer)
             self._tensors, self.slots, self.touched, self.left = tensors, slots, [], {}
-            self._large = {n for n, tensor in enumerate(tensors) if tensor.nbytes >= LARGE}
             self._report_to(reducer, *([None, reducer] if old else []))
         # Gradients in a step of parameters whose hooks no backward pass has called. If others have
         # been reduced in the step, these are compared between the ranks.
@@ -106,7 +104,7 @@ class Parameters:
             self.note_skipped()
         for slot in self.slots:
             if id(slot) not in stay:
-                slot.release(reducer)
+                slot.reducer = nobody if slot.reducer() is reducer else slot.reducer
         if self.slots and self.gradients.rounds is not None:
             self.gradients.rounds.note_others()
         if self.slots:
@@ -128,11 +126,6 @@ class Parameters:
         """The gradients as they are now."""
         return [tensor.grad for tensor in self.tensors]
 
-    @property
-    def is_counted(self) -> bool:
-        """Whether ranks compare in which step they are."""
-        return self.gradients.rounds is not None and not self.gradients.joined
-
     # What this rank adds to a reduction
 
     def means(self, numbers: Iterable[int]) -> dict[int, Any]:
@@ -143,11 +136,7 @@ class Parameters:
         unreduced: dict[int, Any] = {}
         for number in numbers:
             slot, grad = slots[number], tensors[number].grad
-            if (
-                number in during
-                and slot.reducer is own
-                and slot.may_be_sent(grad, is_large=number in self._large)
-            ):
+            if number in during and slot.reducer is own and slot.may_be_sent(grad):
                 self._sent.add(number)
                 slot.sent, slot.shown, slot.sent_version = grad, grad, slot.version
                 unreduced[number] = grad
@@ -196,11 +185,6 @@ class Parameters:
             slot.sent = slot.shown = None
         self._sent.clear()
 
-    def note_zeroed(self) -> None:
-        """Forget what backward passes have left: the program has zeroed it, and ended the step."""
-        self.left = {n: why for n, why in self.left.items() if not self.are_zeroed([n])}
-        self.note_skipped()
-
     def shown_in_step(self) -> dict[str, bool]:
         """Return what a rank in its step says of its gradients; see `Place`."""
         slots, grads = self.slots, self.grads
@@ -237,7 +221,7 @@ class Parameters:
                     continue
                 if reduced is None and number not in self._sent:
                     continue
-                written = slot.was_written()
+                written = slot.sent is not None and writes_to(slot.sent) != slot.sent_version
                 if unless_changed and (written or tensor.grad is not slot.sent):
                     continue
                 if written:
@@ -245,7 +229,7 @@ class Parameters:
                 slot.settle(tensor, like(tensor, reduced))
             if plain:
                 take_over([slot for slot, _ in plain], [reduced for _, reduced in plain])
-        if self.is_counted:
+        if self.gradients.is_counted:
             self.touched += [number for number, reduced in leaves.items() if reduced is not None]
 
     def settle_virtual(self, means: Mapping[int, Any]) -> None:
@@ -259,7 +243,7 @@ class Parameters:
             if number in means:
                 continue
             if number in self._sent:
-                slot.forget_sent()
+                slot.sent = slot.shown = None
                 tensor.grad, slot.base = slot.base, None
                 slot.note_reduced(tensor.grad)
             elif tensor.grad is not None and slot.state(tensor.grad) is State.STALE:
@@ -323,6 +307,7 @@ def paths(numbers: Iterable[int]) -> list[str]:
     return [f"the gradient of parameter {number}" for number in numbers]
 
 
+_reducer_of: Final = attrgetter("reducer")
 _GONE: Final = torch.empty(0)
 
 UNSEEN: Final = (

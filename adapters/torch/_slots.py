@@ -45,6 +45,7 @@ from typing import Any, Final, TypeAlias
 import torch
 
 from arraycomm._entries import opaque
+from arraycomm._trees.fusion import LARGE
 
 _STRIDED: Final = torch.strided
 # What torch knows of a tensor and of a storage, asked without a call of a function in Python.
@@ -93,7 +94,7 @@ def _is_at(memory: Memory | None, tensor: torch.Tensor | None) -> bool:
     )
 
 
-def _nobody() -> None:
+def nobody() -> None:
     """Return no reducer: a reference to one that is gone."""
 
 
@@ -120,7 +121,7 @@ class Slot:
 
     # A weak reference to the reducer of the optimizer made last for this parameter, and the number
     # of the parameter in it.
-    reducer: Callable[[], Any] = _nobody
+    reducer: Callable[[], Any] = nobody
     number: int = 0
     # What was reduced before. `.grad` is then what this rank has accumulated since.
     base: torch.Tensor | None = None
@@ -157,7 +158,7 @@ class Slot:
             return State.REPLACED
         return State.REDUCED if writes_to(grad) == self.version else State.CHANGED
 
-    def may_be_sent(self, grad: torch.Tensor | None, *, is_large: bool) -> bool:
+    def may_be_sent(self, grad: torch.Tensor | None) -> bool:
         """Return whether a gradient is what autograd has just made, in memory of its own.
 
         That of a large one, over which a reduction may write its result, has to be so still.
@@ -169,7 +170,8 @@ class Slot:
             and self.whole is None
             and not (self.reduced or grad.requires_grad or grad.is_inference() or _left_out)
             and _version_of(grad) == self.version
-            and (is_alone(grad) if is_large else grad.layout is _STRIDED)
+            and grad.layout is _STRIDED
+            and (grad.nbytes < LARGE or is_alone(grad))
         )
 
     def may_be_taken_over(self, grad: torch.Tensor | None) -> bool:
@@ -314,23 +316,9 @@ class Slot:
         # other.
         self.shown = grad.clone() if _is_shared(grad) else grad
 
-    def release(self, reducer: object) -> None:
-        """Have the hooks report to nobody, if to this reducer: the parameter has left it."""
-        if self.reducer() is reducer:
-            self.reducer = _nobody
-
-    def forget_sent(self) -> None:
-        """Take the gradient that was being reduced for an unreduced one, if it is."""
-        self.sent = self.shown = None
-
-    def was_written(self) -> bool:
-        """Return whether the gradient that is being reduced has been written to meanwhile."""
-        return self.sent is not None and writes_to(self.sent) != self.sent_version
-
     def settle(self, parameter: torch.Tensor, reduced: torch.Tensor | None) -> None:
         """Take over a reduced gradient, unless no rank had one."""
-        sent = self.sent
-        self.forget_sent()
+        sent, self.sent, self.shown = self.sent, None, None
         if reduced is None:
             return
         grad = parameter.grad

@@ -219,6 +219,11 @@ class Gradients:
         """Whether the communicator is inside `join`."""
         return registry_of(self._shared).join is not None
 
+    @property
+    def is_counted(self) -> bool:
+        """Whether ranks compare in which step they are."""
+        return self.rounds is not None and not self.joined
+
     def fail(self, error: Exception) -> NoReturn:
         """Make the other ranks' next call raise, in step; raises `error` here."""
         if not self.joined:
@@ -283,11 +288,6 @@ class Gradients:
             "it stands for ranks of this process; save its state (state_dict() in torch), load "
             "that into a plain optimizer, and pass it to DistributedOptimizer"
         )
-
-    @entry
-    def reduce_loss(self, loss: Any) -> Any:
-        """Reduce a loss as the gradients are."""
-        return self.comm.allreduce(loss, self.op)
 
 
 class OptimizerStep(NumberedGradients):
@@ -371,7 +371,10 @@ class HandedStep(HandOver):
         look: Shows,
     ) -> None:
         number = _number_in_join(gradients)
-        further = (("replaced", replaced), *_others(gradients), *_taken(gradients))
+        # All exchange parameters, or none.
+        exchanged = gradients.rounds is not None and gradients.rounds.place.others
+        others = (("parameters", "others than before"),) if exchanged else ()
+        further = (("replaced", replaced), *others, *_taken(gradients))
         options = {**gradients.options, "compression": None, "optimizer": number}
         super().__init__(context, block, memory, tree, "sum", **options, further=further, look=look)
 
@@ -390,12 +393,6 @@ def _taken(gradients: Gradients) -> Settings:
     if gradients.steps is None:
         return ()
     return (("hyperparameters", json.dumps(gradients.steps.inputs().taken(), default=str)),)
-
-
-def _others(gradients: Gradients) -> Settings:
-    """Return what the ranks compare, so that all have exchanged parameters, or none."""
-    has_others = gradients.rounds is not None and gradients.rounds.place.others
-    return (("parameters", "others than before"),) if has_others else ()
 
 
 def _number_in_join(gradients: Gradients) -> int:

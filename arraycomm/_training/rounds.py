@@ -16,7 +16,6 @@ from arraycomm._arrays.results import to_framework
 from arraycomm._arrays.views import view
 from arraycomm._calls.operation import Context, Operation
 from arraycomm._calls.requests import Request
-from arraycomm._calls.runner import Runner
 from arraycomm._callsite import call_site
 from arraycomm._communicator import Communicator, runner_of, trees_of
 from arraycomm._protocol.agreement import Agreement
@@ -88,10 +87,6 @@ class Place(NamedTuple):
         """Whether the rank is in `step()` after a backward pass that has reduced all."""
         return self.stepping and not self.pending
 
-    def where(self) -> tuple[int, int, int]:
-        """Return what has to be the same on all ranks."""
-        return self.step, self.evaluation, self.number
-
     def __str__(self) -> str:
         step = f"step {self.step}" + (" (after a skipped step)" if self.skipped else "")
         if self.evaluation:
@@ -103,20 +98,15 @@ class Place(NamedTuple):
         return f"{step}, in its backward() {self.number + 1}"
 
 
-def agree_on_place(places: Sequence[Place]) -> bool:
-    """Return whether the ranks are where they can reduce gradients together."""
-    if len({(place.where(), place.others) for place in places}) > 1:
-        return False
-    return all(p.stepping for p in places) or not any(p.stepping and p.worked for p in places)
-
-
-def compare_places(group: Group, agreement: Agreement, own: Place, site: str | None) -> Steps:
+def compare_places(group: Group, agreement: Agreement, own: Place, site: str) -> Steps:
     """Return where all ranks are; raise on all if they cannot reduce gradients together there."""
     places = [Place.read(word) for word in agreement.free_words()]
-    if not agree_on_place(places):
+    alike = len({(p.step, p.evaluation, p.number, p.others) for p in places}) == 1
+    stepping = all(p.stepping for p in places) or not any(p.stepping and p.worked for p in places)
+    if not (alike and stepping):
         yield from refuse_places(
             group.control,
-            CallDetail(_NAME, str(own), site or call_site()),
+            CallDetail(_NAME, str(own), site),
             "steps",
             "Every rank must take, or skip, the same steps, with as many backward passes, and "
             "exchange parameters in the same ones; decide that from .grad after backward(), "
@@ -218,16 +208,16 @@ class Rounds:
     """The rounds of one optimizer, and this rank's place."""
 
     def __init__(self, comm: Communicator, op: str, options: Mapping[str, Any]) -> None:
-        self._comm, self._op, self._options = comm, op, options
+        self.comm, self.op, self.options = comm, op, options
         self.place = Place()
 
     def start(self, part: Part) -> Request:
         """Start to reduce a bucket; the request's result is `Reduced`."""
-        return self._runner.start(ReduceBucket, self, part)
+        return runner_of(self.comm).start(ReduceBucket, self, part)
 
     def reduce(self, part: Part) -> Reduced:
         """Reduce a bucket."""
-        reduced: Reduced = self._runner.call(ReduceBucket, self, part)
+        reduced: Reduced = runner_of(self.comm).call(ReduceBucket, self, part)
         return reduced
 
     def finish_round(self, place: Place) -> None:
@@ -250,13 +240,6 @@ class Rounds:
         place = self.place
         self.place = Place(place.step, place.evaluation + 1, skipped=place.skipped)
 
-    @property
-    def _runner(self) -> Runner:
-        return runner_of(self._comm)
-
-    def _arguments(self) -> tuple[TreeMemory, str, Mapping[str, Any]]:
-        return trees_of(self._comm), self._op, self._options
-
 
 class ReduceBucket(AllreduceGradients):
     """The reduction of one bucket in a round."""
@@ -265,7 +248,7 @@ class ReduceBucket(AllreduceGradients):
         bucket, make, place, _, may_overwrite, onto = part
         self._bucket, self._place, self._site = bucket, place, call_site()
         self.may_overwrite = may_overwrite
-        memory, op, options = rounds._arguments()
+        memory, op, options = trees_of(rounds.comm), rounds.op, rounds.options
         self._gradients = gradients = make()
         self._prepared: _Prepared | None = None
         # Of virtual ranks the totals change from round to round.

@@ -149,7 +149,6 @@ LARGER = {
     "adapters.torch_distributed._group:ArrayCommProcessGroup": 38,
     "_training.batches.data:DistributedDataContainer": 34,
     "_cuda.devices:Devices": 32,
-    "adapters.torch._parameters:Parameters": 28,
     "_protocol.engine:Engine": 28,
     "testing.pytest_plugin.in_step:InStep": 27,
     "testing.conformance._reductions:ReductionLaws": 26,
