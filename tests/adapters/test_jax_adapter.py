@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 import arraycomm as ac
+from arraycomm._trees.buffers import BufferPool
 from arraycomm.testing import run
 from tests.adapters.gradients import STEPS, Gradients, gradients, reduced, zeros
-from tests.adapters.optimizer_contract import Batch, Driver, OptimizerContract, gradient_of
 from tests.support.on_ranks import LAUNCH, each_rank_of
 
 jax = pytest.importorskip("jax")
@@ -46,90 +46,138 @@ def assert_same(got: Gradients, expected: Gradients) -> None:
         np.testing.assert_array_equal(got[name], expected[name], strict=True)
 
 
-def make_optax(kind: str, clip: float | None) -> Any:
+# Training loops -----------------------------------------------------------------------------------
+
+# One rank alone, and several. Processes compile, each for itself.
+NUMBERS = (1, 3) if LAUNCH is None else (LAUNCH.size,)
+
+
+def make_optax(kind: str) -> Any:
     """With an epsilon so large that the size of the gradients matters, not their sign alone."""
-
-    def chain(learning_rate: Any) -> Any:
-        plain = {
-            "sgd": lambda: optax.sgd(learning_rate),
-            "momentum": lambda: optax.sgd(learning_rate, momentum=0.9),
-            "adamw": lambda: optax.adamw(learning_rate, eps=0.1, weight_decay=0.1),
-        }[kind]()
-        return plain if clip is None else optax.chain(optax.clip_by_global_norm(clip), plain)
-
-    return optax.inject_hyperparams(chain)(learning_rate=0.1)
+    plain = {
+        "sgd": optax.sgd,
+        "momentum": lambda learning_rate: optax.chain(
+            optax.clip_by_global_norm(0.5), optax.sgd(learning_rate, momentum=0.9)
+        ),
+        "adamw": lambda learning_rate: optax.adamw(learning_rate, eps=0.1, weight_decay=0.1),
+    }[kind]
+    return optax.inject_hyperparams(plain)(learning_rate=0.1)
 
 
-class JaxDriver(Driver):
-    """Optax transformations, which clip what they get: eagerly on threads, compiled on processes."""
+class Loop:
+    """Parameters and a state that an optimizer updates, on a rank or in one process."""
 
-    dtype = np.float32
-    # The compiler may fuse a multiplication and an addition in one program and not in the other.
-    exact = LAUNCH is None
-
-    def make(self, params: Any, kind: str) -> None:
-        self.params = on_jax(params)
-        self.optimizer = make_optax(kind, self.clip)
-        self.state_of_optimizer = self.optimizer.init(self.params)
-        self.update, self.accumulates = self.optimizer.update, False
-
-    def distribute(self, comm: ac.Communicator, options: dict[str, Any]) -> None:
-        self.optimizer = ac.DistributedOptimizer(self.optimizer, comm=comm, **options)
-        self.accumulates = options.get("accumulate", 1) > 1
-        if self.accumulates:
-            fresh = self.optimizer.init(self.params)
-            self.state_of_optimizer = fresh._replace(inner=self.state_of_optimizer)
-        if options.get("shard"):
-            self.state_of_optimizer = self.optimizer.init(self.params)
+    def __init__(self, kind: str, comm: ac.Communicator | None = None, **options: Any) -> None:
+        plain = make_optax(kind)
+        self.optimizer = (
+            plain if comm is None else ac.DistributedOptimizer(plain, comm=comm, **options)
+        )
         self.update = self.optimizer.update if LAUNCH is None else jax.jit(self.optimizer.update)
+        params = on_jax(zeros())
+        self.held = params, self.optimizer.init(params)
 
-    def apply(self, grads: Any) -> None:
-        updates, self.state_of_optimizer = self.update(
-            on_jax(grads), self.state_of_optimizer, self.params
-        )
-        self.params = {
-            name: param if updates[name] is None else optax.apply_updates(param, updates[name])
-            for name, param in self.params.items()
-        }
-
-    def learn(self, part: Batch, factor: float) -> None:
-        params = {name: np.asarray(param, np.float64) for name, param in self.params.items()}
-        # As `jax.grad` does, with zeros for what is not used.
-        self.apply(
-            {
-                name: np.zeros_like(params[name]) if grad is None else factor * grad
-                for name, grad in gradient_of(params, part).items()
-            }
-        )
+    def step(self, grads: Any, update: Any = None) -> None:
+        params, state = self.held
+        updates, state = (update or self.update)(on_jax(grads), state, params)
+        self.held = optax.apply_updates(params, updates), state
 
     def set_rate(self, rate: float) -> None:
-        state = self.state_of_optimizer
-        plain = state.inner if self.accumulates else state
-        plain.hyperparams["learning_rate"] = jnp.float32(rate)
+        state = self.held[1]
+        getattr(state, "inner", state).hyperparams["learning_rate"] = jnp.float32(rate)
 
-    def parameters(self) -> Any:
-        return {name: np.asarray(param) for name, param in self.params.items()}
-
-    def state(self) -> Any:
-        return jax.tree.map(np.asarray, (self.params, self.state_of_optimizer))
-
-    def resume(self, saved: Any, comm: ac.Communicator) -> None:
-        self.params, self.state_of_optimizer = on_jax(ac.synchronize(saved, comm=comm))
-
-    def synchronize(self, root: int, comm: ac.Communicator) -> None:
-        held = self.params, self.state_of_optimizer
-        self.params, self.state_of_optimizer = ac.synchronize(held, root=root, comm=comm)
-
-    def leave_compiled(self) -> None:
-        self.update = self.optimizer.update
-
-    def finish(self, joined: ac.Join) -> None:
-        held = self.params, self.state_of_optimizer
-        self.params, self.state_of_optimizer = joined.synchronize(held)
+    def assert_near(self, other: Loop, *, exact: bool = False) -> None:
+        slack = 0 if exact and LAUNCH is None else 1000 * np.finfo(np.float32).eps
+        for name, param in self.held[0].items():
+            np.testing.assert_allclose(param, other.held[0][name], rtol=slack, atol=slack)
 
 
-class TestContract(OptimizerContract):
-    driver = JaxDriver
+LOOPS = {
+    "sum": ("sgd", {"op": "sum"}),
+    "mean": ("momentum", {}),
+    "accumulated": ("momentum", {"accumulate": 2}),
+    "sharded": ("adamw", {"shard": True, "bucket_bytes": 1}),
+}
+
+
+class TestLoops:
+    @pytest.mark.parametrize("case", LOOPS)
+    @each_rank_of(NUMBERS)
+    def test_ranks_train_as_one_process_with_the_reduced_gradients(
+        self, comm: ac.Communicator, case: str
+    ) -> None:
+        """With another rate from the middle on, where rank 0 alone has saved what it has."""
+        kind, options = LOOPS[case]
+        every, op = options.get("accumulate", 1), options.get("op", "mean")
+        one, mine = Loop(kind), Loop(kind, comm, verify_every=1, **options)
+        for step in range(4):
+            if step == 2:
+                if case != "sharded":
+                    mine.held = ac.synchronize(mine.held if comm.rank == 0 else None, comm=comm)
+                one.set_rate(0.02)
+                mine.set_rate(0.02)
+            # The mean of steps with one and with three times the gradients is that of two.
+            for part in range(1, 2 * every, 2):
+                grads = gradients(comm.rank, step)
+                mine.step({name: array * np.float32(part) for name, array in grads.items()})
+            total = reduced(comm.size, step, op)
+            one.step({name: array * np.float32(every) for name, array in total.items()})
+            mine.assert_near(one, exact=every == 1)
+        found = [param.tobytes() for param in map(np.asarray, mine.held[0].values())]
+        assert comm.allgather_object(found) == [found] * comm.size
+
+    @each_rank_of(NUMBERS)
+    def test_ranks_that_run_out_of_data_take_the_state_of_the_last(
+        self, comm: ac.Communicator
+    ) -> None:
+        counts = (2, 4, 3)[: comm.size]
+        one, mine = Loop("adamw"), Loop("adamw", comm)
+        with ac.join(comm) as joined:
+            for step in range(counts[comm.rank]):
+                joined.weight = 2 + comm.rank
+                mine.step(gradients(comm.rank, step), mine.optimizer.update)
+        mine.held = joined.synchronize(mine.held)
+        mine.step(gradients(comm.rank, 9))
+        for step in range(max(counts)):
+            live = [rank for rank, count in enumerate(counts) if step < count]
+            total = sum(2 + rank for rank in live)
+            one.step(
+                {
+                    name: sum((2 + rank) * gradients(rank, step)[name] for rank in live) / total
+                    for name in zeros()
+                }
+            )
+        one.step(reduced(comm.size, 9, "mean"))
+        mine.assert_near(one)
+
+    def test_steps_reuse_the_memory_of_those_before(
+        self, on_ranks, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Memory for reduced gradients is new in the first steps only."""
+        new, acquire = list[int](), BufferPool.acquire
+
+        def noted(pool: BufferPool) -> tuple[Any, bool]:
+            memory, is_new = acquire(pool)
+            new.extend([len(memory)] * (is_new and len(memory) > 0))
+            return memory, is_new
+
+        monkeypatch.setattr(BufferPool, "acquire", noted)
+
+        def train(comm: ac.Communicator) -> None:
+            mine = Loop("sgd", comm)
+            for step in range(10):
+                if step == 4:
+                    comm.barrier()
+                    new.clear()
+                    comm.barrier()
+                mine.step(gradients(comm.rank, step))
+
+        on_ranks(NUMBERS[-1], train)
+        assert not new
+
+    @each_rank_of(NUMBERS[-1:])
+    def test_wrapping_twice_is_refused(self, comm: ac.Communicator) -> None:
+        with pytest.raises(ValueError, match="distributed already"):
+            ac.DistributedOptimizer(Loop("sgd", comm).optimizer, comm=comm)
 
 
 @pytest.mark.parametrize("arguments", [("sum",), ()])

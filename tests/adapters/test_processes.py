@@ -26,7 +26,7 @@ _EACH: Final = {
         "test_torch_parameters.py::TestProcesses",
     ),
 }
-# The contract is the same over any transport: JAX's is held under one MPI.
+# Loops are the same over any transport: those of JAX train under one MPI.
 _MPICH: Final = {
     "numpy": (),
     "sklearn": (),
@@ -41,7 +41,7 @@ _MPICH: Final = {
 _OPEN_MPI: Final = {
     "numpy": (),
     "sklearn": (),
-    "jax": ("test_jax_adapter.py::TestContract",),
+    "jax": ("test_jax_adapter.py::TestLoops",),
     "torch": (
         "../training/test_compression.py::TestTorchProcesses",
         "test_torch_collectives.py::TestProcesses",
