@@ -10,7 +10,7 @@ import pytest
 import arraycomm as ac
 from arraycomm import Communicator
 from arraycomm._cuda.links.gpu_aware import gpu_aware
-from tests.cuda.on_device.conftest import Framework, OnRanks
+from tests.cuda.on_device.conftest import Framework
 from tests.support import internals
 from tests.support.collectives import COLLECTIVES
 from tests.support.on_ranks import each_rank_of
@@ -84,38 +84,6 @@ def test_mpi_that_reads_no_device_memory_is_handed_copies(comm) -> None:
     assert link is not None
     several = "mpi" if gpu_aware() else "staged"
     assert link.name == ("self" if comm.size == 1 else several)
-
-
-@each_rank_of()
-def test_frameworks_meet(comm, framework) -> None:
-    import cupy
-
-    x = rows(comm, 1000)
-    mine = framework.make(x) if comm.rank else cupy.asarray(x)
-    got = comm.allreduce(mine)
-    check_like(got, mine)
-    found = framework.back(got) if comm.rank else got.get()
-    assert found.tobytes() == comm.allreduce(x).tobytes()
-
-
-@each_rank_of()
-def test_root_sends_to_ranks_that_say_what_it_is_like(comm, framework) -> None:
-    mine = framework.make(np.full((2, 3), comm.rank, np.float32))
-    got = comm.bcast(mine if comm.rank == 0 else None, 0, like=mine)
-    check_like(got, mine)
-    assert (framework.back(got) == 0).all()
-
-
-def test_jax_is_no_out(on_ranks: OnRanks, framework: Framework) -> None:
-    if framework.name != "jax":
-        pytest.skip("can be written")
-
-    def check(comm: Communicator) -> None:
-        x = framework.make(np.ones(1000, np.float32))
-        with pytest.raises(BufferError, match="immutable"):
-            comm.allreduce(x, out=x)
-
-    on_ranks(check)
 
 
 # Trees ------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import pytest
 
 from arraycomm import _folds
 from arraycomm._arrays.device_memory import DeviceBuffer
-from arraycomm._cuda.kernels import CHUNK_BYTES, MAX_PIECES, MAX_ROWS
+from arraycomm._cuda.kernels import MAX_PIECES, MAX_ROWS
 from tests.cuda.test_kernels import _CARRIED as CARRIED
 from tests.support.guarded import values as values_of
 from tests.support.oracle import CASES, IDS, same_result
@@ -133,22 +133,6 @@ def test_there_may_be_more_than_two_to_the_31_elements(memory: Any) -> None:
         assert bool((y[:-1] == 100).all())
     finally:
         cupy.get_default_memory_pool().free_all_blocks()
-
-
-@pytest.mark.parametrize("offset", [0, 1, 4, 12])
-def test_pieces_are_gathered(memory: Any, offset: int) -> None:
-    sizes = [0, 1, 16, 5, CHUNK_BYTES, 3, CHUNK_BYTES + 1, 0, 3 * CHUNK_BYTES, 100]
-    sources = [values_of(np.dtype(np.uint8), size, place) for place, size in enumerate(sizes)]
-    want = np.full(sum(sizes) + 8 * len(sizes), 7, np.uint8)
-    target, pieces, end = Guarded(memory, want, offset), [], 0
-    for place, source in enumerate(sources):
-        zeros = place in (2, 6)
-        there = None if zeros else Guarded(memory, source, offset * (place % 2)).device_buffer
-        pieces.append((there, end, source.size))
-        want[end : end + source.size] = 0 if zeros else source
-        end += source.size + 8
-    memory.gather_pieces(pieces, target.device_buffer)
-    assert np.array_equal(target.read(), want)
 
 
 def test_pieces_of_several_launches_are_gathered(memory: Any) -> None:
