@@ -3,8 +3,8 @@
     python -m tests.cuda.on_device [--limit 900] [--out build/device] [--workers 4] [--jobs 2] [part ...]
 
 A part is one run of pytest: the tests of one process, the programs that fail, or one file on 2 or on 4 ranks.
-The parts come in the order of their worth. Each has a log and a JUnit file under the folder `--out`, where
-summary.txt says what became of all. The status is 0 if every part passed.
+The parts come in the order of their worth. Each has a log under the folder `--out`, where summary.txt says what
+became of all. The status is 0 if every part passed.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from xml.etree import ElementTree as ET
-from xml.sax.saxutils import quoteattr
 
 FOLDER = Path("tests/cuda/on_device")
 PROGRAMS, LEAKS = "test_failures_on_device.py", "test_leaks.py"
@@ -47,11 +45,11 @@ class Part:
     failed: list[str] = field(default_factory=list)
     passed: bool = False
 
-    def command(self, junit: Path) -> list[str]:
+    def command(self) -> list[str]:
         """Return the command that runs the part."""
         launcher = ["mpiexec", "-n", str(self.ranks)] if self.ranks > 1 else []
-        pytest = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--tb=short"]
-        return [*launcher, *pytest, f"--junitxml={junit}", *self.arguments]
+        pytest = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--tb=short", "-rfE"]
+        return [*launcher, *pytest, *self.arguments]
 
 
 def parts(workers: int) -> list[Part]:
@@ -74,75 +72,41 @@ def parts(workers: int) -> list[Part]:
 
 
 def run(part: Part, out: Path, ends: float) -> None:
-    """Run a part until the time `ends` at most, and note its outcome."""
-    left = ends - time.monotonic()
-    if left < GRACE:
+    """Run a part until the time `ends` at most, and note how pytest ended, and the tests that failed."""
+    if (left := ends - time.monotonic()) < GRACE:
         return
-    log, junit = out / f"{part.name}.log", out / f"{part.name}.xml"
-    began = time.monotonic()
+    log = out / f"{part.name}.log"
     with log.open("w") as file:
         process = subprocess.Popen(
-            part.command(junit),
+            part.command(),
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
-            env=os.environ | {"TESTS_HANG_AFTER": str(HANGING)},
+            env=os.environ | {"TESTS_HANG_AFTER": str(HANGING), "COLUMNS": "300"},
             start_new_session=True,
         )
-        cut_off = False
         try:
             status = process.wait(left - GRACE)
         except subprocess.TimeoutExpired:
-            status, cut_off = end(process), True
-    seconds = time.monotonic() - began
-    if not junit.exists():
-        junit.write_text(in_place_of_a_report(part.name, status, log))
-    counts, part.failed = read(junit)
-    if cut_off:
-        part.failed.append("cut off by the time: its last test had not ended")
+            # By Ctrl-C, so that pytest still reports; its launcher ends the ranks.
+            process.send_signal(signal.SIGINT)
+            part.failed = ["cut off by the time: its last test had not ended"]
+            try:
+                status = process.wait(GRACE / 2)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                status = process.wait()
+    lines = log.read_text(errors="replace").splitlines()
+    part.failed += [line for line in lines if line.startswith(("FAILED ", "ERROR "))]
     part.passed = status in (0, 5) and not part.failed
-    part.outcome = f"{counts}, status {status}, {seconds:.0f} s"
-
-
-def end(process: subprocess.Popen[bytes]) -> int:
-    """End a part whose time is up by Ctrl-C, so that pytest still reports; its launcher ends the ranks."""
-    process.send_signal(signal.SIGINT)
-    try:
-        process.wait(GRACE / 2)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-    return process.wait()
-
-
-def in_place_of_a_report(name: str, status: int, log: Path) -> str:
-    """Return the JUnit report of a run that ended before it wrote one: the end of its log."""
-    text = log.read_text(errors="replace")[-4000:]
-    message = f"ended with status {status} before its report; see {log}"
-    clean = "".join(c for c in text if c.isprintable() or c == "\n")
-    return (
-        f'<testsuites><testsuite name="pytest" tests="1" errors="1"><testcase name={quoteattr(name)}>'
-        f"<error message={quoteattr(message)}>{quoteattr(clean)[1:-1]}</error></testcase></testsuite></testsuites>"
-    )
-
-
-def read(junit: Path) -> tuple[str, list[str]]:
-    """Return the counts of a JUnit report in words, and a line for each test that failed."""
-    tests = list(ET.parse(junit).iter("testcase"))
-    failed = []
-    for test in tests:
-        for found in (*test.findall("failure"), *test.findall("error")):
-            message = " ".join((found.get("message") or "").split())
-            failed.append(f"{test.get('classname', '')}::{test.get('name')}: {message[:200]}")
-    skipped = sum(test.find("skipped") is not None for test in tests)
-    passed = len(tests) - len(failed) - skipped
-    return f"{passed} passed, {len(failed)} failed, {skipped} skipped", failed
+    part.outcome = f"{lines[-1] if lines else 'said nothing'}, status {status}"
 
 
 def summary(done: list[Part]) -> Iterator[str]:
     """Yield the lines that say what became of all parts."""
     for part in done:
         yield f"{part.name:28} {part.outcome}"
-        yield from (f"    {line}" for line in part.failed[:20])
+        yield from (f"    {line[:200]}" for line in part.failed[:20])
     yield "every part passed" if all(part.passed for part in done) else "FAILED"
 
 
