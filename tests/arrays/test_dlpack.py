@@ -226,14 +226,3 @@ def test_refusal_falls_through_to_the_next_protocol() -> None:
             return self.array.__array_interface__
 
     assert view(Both(np.arange(3))).array.tolist() == [0, 1, 2]
-
-
-def test_numpy_as_a_producer() -> None:
-    class Wrapped:
-        def __init__(self, array: Any) -> None:
-            self.__dlpack__ = array.__dlpack__
-            self.__dlpack_device__ = array.__dlpack_device__
-
-    for name in (name for name in BY_NAME if BY_NAME[name].dtype.isbuiltin == 1):
-        array = np.arange(6).astype(name)
-        assert pointer(view(Wrapped(array)).array) == pointer(array)

@@ -176,23 +176,6 @@ def test_chunks_are_the_bytes_in_order(count: int) -> None:
     assert target.tolist() == wanted.tolist()
 
 
-def test_the_next_chunk_is_under_way_while_one_is_used() -> None:
-    memory = LateMemory()
-    source = np.arange(50, dtype=np.uint8)
-    for number, _ in enumerate(lifted(on_device(source, memory), 10, Staging(Pins()))):
-        assert memory.ran == number + 1
-        assert len(memory.work) == min(number + 2, 5)
-
-
-def test_a_filled_chunk_is_copied_while_the_next_is_filled() -> None:
-    memory = LateMemory()
-    target = np.zeros(50, np.uint8)
-    for number, chunk in enumerate(filled(on_device(target, memory), 10, Staging(Pins()))):
-        assert len(memory.work) == number
-        assert memory.ran == max(number - 1, 0)
-        chunk[...] = number
-
-
 @pytest.mark.parametrize("chunks", [lifted, filled])
 def test_a_caller_that_stops_leaves_no_buffer_to_the_device(chunks: Any) -> None:
     pins, memory = Pins(), LateMemory()

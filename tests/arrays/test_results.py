@@ -10,7 +10,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from arraycomm._arrays.buffer import allocate
 from arraycomm._arrays.frameworks import BY_NAME as FRAMEWORKS
 from arraycomm._arrays.results import to_framework
 from arraycomm._arrays.views import view
@@ -20,22 +19,6 @@ from tests.arrays.test_views import Named
 from tests.support.frameworks import PAIRS, content, make, need, pointer, sample
 
 SHARING = [(framework, name) for framework, name in PAIRS if framework != "mlx"]
-SHAPES = [(), (1,), (3, 5), (0, 4), (1000,)]
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_memory_is_aligned_and_its_own(shape: tuple[int, ...]) -> None:
-    dtypes = [*(known.dtype for known in BY_NAME.values()), np.dtype([("a", "i4"), ("b", "U3")])]
-    for dtype in dtypes:
-        kept = [allocate(shape, dtype) for _ in range(5)]
-        for number, array in enumerate(kept):
-            assert (array.shape, array.dtype) == (shape, dtype)
-            assert array.flags.c_contiguous
-            assert array.flags.writeable
-            assert pointer(array) % 64 == 0
-            array.reshape(-1).view(np.uint8)[...] = number
-        for number, array in enumerate(kept):
-            assert (array.reshape(-1).view(np.uint8) == number).all()
 
 
 @pytest.mark.parametrize(("framework", "name"), SHARING)
@@ -54,14 +37,6 @@ def test_mlx_copies() -> None:
     before = content(result)
     array[...] = 0
     assert content(result) == before
-
-
-@pytest.mark.parametrize("dtype", ["S3", "M8[s]", [("a", "i4")]])
-def test_dtypes_without_arithmetic_stay_numpys(dtype: Any) -> None:
-    array = np.zeros(2, dtype)
-    assert to_framework(array, view(array)) is array
-    for framework in ("torch", "jax", "array_api_strict"):
-        assert not FRAMEWORKS[framework].takes_over(array.dtype)
 
 
 @pytest.mark.parametrize(

@@ -240,19 +240,6 @@ class Shift:
         return a + b + self.by
 
 
-@pytest.mark.parametrize(
-    "make",
-    [lambda: Shift(1.0), lambda: partial(_shifted, 1.0), lambda: Shift(1.0).__call__],
-    ids=["object", "partial", "method"],
-)
-@each_rank_of(3)
-def test_ranks_may_make_their_functions_anew(comm: Communicator, make) -> None:
-    kept = [make() for _ in range(comm.rank)]
-    got = comm.allreduce(np.ones(3), ac.op(make()))
-    assert (got == 2 * comm.size - 1).all()
-    assert len(kept) == comm.rank
-
-
 def _shifted(by: float, a: Any, b: Any) -> Any:
     return a + b + by
 

@@ -12,7 +12,6 @@ import arraycomm as ac
 from arraycomm._communicator import Communicator
 from arraycomm._prepared import fast_paths
 from tests.support import internals
-from tests.support.launcher import needs_mpiexec, run_python
 from tests.support.on_ranks import each_rank_of
 
 Array = np.ndarray[Any, Any]
@@ -119,37 +118,3 @@ def test_rank_that_does_not_exchange_any_more_is_noticed(comm: Communicator) -> 
         with pytest.raises(ac.CommunicatorClosedError, match="waited 0"):
             part.sendrecv(_numbered(comm.rank), right, left)
     assert comm.allreduce(1) == comm.size
-
-
-PROGRAM = """
-import sys
-import numpy as np
-import arraycomm as ac
-
-comm = ac.init()
-peer = 1 - comm.rank
-for turn in range(5):
-    got = comm.sendrecv(np.full(4, float(turn + comm.rank)), peer, peer)
-    assert (got == turn + peer).all()
-    with comm.dup() as other:
-        for _ in range(3):
-            other.sendrecv(np.ones(3), peer, peer)
-if sys.argv[1] == "raises" and comm.rank == 1:
-    raise ValueError("rank 1 is broken")
-if sys.argv[1] == "raises":
-    comm.sendrecv(np.full(4, 1.0), peer, peer)
-"""
-
-
-@needs_mpiexec
-@pytest.mark.each_mpi
-@pytest.mark.parametrize("how", ["ends", "raises"])
-def test_program_ends_as_without_fast_paths(how) -> None:
-    job = run_python("-c", PROGRAM, how, ranks=2, timeout=60)
-    assert (job.returncode == 0) == (how != "raises"), job.stderr
-    assert "persistent request" not in job.stdout + job.stderr
-    if how == "raises":
-        assert "PeerError: rank 1 failed" in job.stderr
-        assert "rank 1 is broken" in job.stderr
-    else:
-        assert not job.stderr

@@ -52,16 +52,6 @@ def test_nonblocking_forms_take_the_arguments_of_the_blocking_ones() -> None:
 
 
 @each_rank_of("few")
-def test_blocking_calls_wait_behind_requests(comm: Communicator) -> None:
-    x = np.full(40_000, comm.rank + 1.0)
-    out = np.empty_like(x)
-    request = comm.iallreduce(x, out=out)
-    assert comm.allreduce(1) == comm.size
-    assert (out == sum(range(comm.size + 1))).all()
-    assert request.test()
-
-
-@each_rank_of("few")
 def test_requests_progress_while_the_caller_does_something_else(comm: Communicator) -> None:
     out = np.empty(60_000)
     request = comm.iallreduce(np.ones(60_000), out=out)

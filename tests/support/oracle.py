@@ -21,23 +21,11 @@ from arraycomm.testing._arrays.oracle import (
     same_bits,
     same_result,
 )
-from tests.support.on_ranks import LAUNCH
-from tests.support.pairwise import EVERY
 
 __all__ = [
-    "BOOL", "CASES", "COMPLEX", "DTYPES", "FLOAT", "IDS", "INTEGER", "NARROW", "OPS", "USUAL",
+    "BOOL", "CASES", "COMPLEX", "DTYPES", "FLOAT", "IDS", "INTEGER", "NARROW", "OPS",
     "expected", "family", "same_bits", "same_result", "sample",
 ]  # fmt: skip
-
-# Every transport moves every dtype's bytes alike. A digest of `test_reproducible` is over reductions of all
-# dtypes on each transport, and the laws draw them; so under an MPI these stand for the others.
-USUAL = [
-    dtype
-    for dtype in DTYPES
-    if EVERY
-    or LAUNCH is None
-    or dtype.name in {"bool", "int8", "float32", "bfloat16", "complex128"}
-]
 
 IDS = [f"{dtype.name}-{op}" for dtype, op in CASES]
 

@@ -245,13 +245,3 @@ def test_without_memory_to_share_the_result_is_the_same(comm: Communicator) -> N
     with comm.dup() as other:
         _assert_same(plan(mine), other.plan(mine)(mine))
         assert bool(internals.segment(other)) is internals.control(comm).shared
-
-
-@each_rank_of("few", "torch")
-def test_a_torch_module_is_reduced_in_place(comm: Communicator, torch) -> None:
-    module = torch.nn.Linear(3, 2)
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.fill_(comm.rank)
-    assert comm.plan(module)(module) is module
-    assert (module.weight == (comm.size - 1) / 2).all()

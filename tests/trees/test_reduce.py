@@ -9,12 +9,7 @@ import arraycomm as ac
 from arraycomm._communicator import Communicator
 from arraycomm._reduce import chain
 from tests.support import internals
-from tests.support.on_ranks import LAUNCH, each_rank_of
-
-# What an optimizer of theirs imports takes each process seconds.
-on_threads = pytest.mark.skipif(
-    LAUNCH is not None, reason="modules of frameworks are the same whatever carries them"
-)
+from tests.support.on_ranks import each_rank_of
 
 
 class Color(enum.Enum):
@@ -67,38 +62,6 @@ def test_wrong_argument_beside_missing_gradients_leaves_ranks_in_step(comm: Comm
         ac.allreduce_gradients(tree, "average" if mine else "sum", comm=comm)
     got = ac.allreduce_gradients(tree, "sum", comm=comm)
     assert got["b"].tolist() == [comm.size - 1] * 3
-
-
-@each_rank_of("few", "torch")
-def test_torch_state_dict_is_a_tree(comm: Communicator, torch) -> None:
-    module = torch.nn.Linear(3, 2)
-    with torch.no_grad():
-        module.weight.fill_(comm.rank)
-    state = ac.synchronize(module.state_dict(), root=comm.size - 1, comm=comm)
-    assert type(state) is type(module.state_dict())
-    module.load_state_dict(state)
-    assert (module.weight == comm.size - 1).all()
-
-
-@on_threads
-@each_rank_of("few", "equinox", "optax", "jax")
-def test_equinox_module_and_optax_state(comm: Communicator, equinox, optax, jax) -> None:
-    # Built from NumPy values: threads that compile at the same time disturb one another.
-    module = equinox.tree_at(
-        lambda m: m.weight,
-        equinox.nn.Linear(2, 3, use_bias=False, key=jax.random.key(0)),
-        jax.numpy.asarray(np.full((3, 2), comm.rank, np.float32)),
-    )
-    got = ac.synchronize(module, root=comm.size - 1, comm=comm)
-    assert type(got) is type(module)
-    assert (np.asarray(got.weight) == comm.size - 1).all()
-    state = optax.ScaleByAdamState(
-        jax.numpy.asarray(np.int32(comm.rank)), {"w": got.weight}, {"w": None}
-    )
-    reduced = ac.allreduce_tree(state, "max", comm=comm)
-    assert type(reduced) is type(state)
-    assert int(reduced.count) == comm.size - 1
-    assert reduced.nu == {"w": None}
 
 
 @each_rank_of("few", "jax")
