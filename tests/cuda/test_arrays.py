@@ -162,62 +162,6 @@ def same_error(here: Callable[[], Any], there: Callable[[], Any]) -> None:
     assert str(caught.value) == str(wanted.value)
 
 
-@OUTS
-def test_cupy_out_is_written_in_place(cupy, memory, dtype, layout) -> None:
-    whole = as_cupy(np.zeros((3, 4), dtype))
-    out = LAYOUTS[layout](whole)
-    values = (1 + np.arange(out.size)).astype(dtype)
-    found = arrays.view_out(out, out.shape, dtype, memory)
-    assert (found.device_buffer.address == out.data.ptr) == out.flags.c_contiguous
-    elements(found.device_buffer)[...] = values
-    assert arrays.commit_out(found, found.device_buffer) is out
-    assert "copy" not in memory.log
-    assert host(out).reshape(-1).tolist() == values.tolist()
-    untouched = np.ones((3, 4), bool)
-    LAYOUTS[layout](untouched)[...] = False
-    assert not host(whole)[untouched].any()
-
-
-@pytest.mark.parametrize("offset", [0, 1])
-def test_a_result_elsewhere_is_copied_into_out(cupy, memory, offset) -> None:
-    out = cupy.ndarray(4, float, as_cupy(np.zeros(5)).data + offset)
-    found = arrays.view_out(out, (4,), np.dtype(float), memory)
-    assert (found.device_buffer.address == out.data.ptr) == (not offset)
-    arrays.commit_out(found, memory.upload(np.arange(4.0)))
-    assert out.tolist() == [0, 1, 2, 3]
-    assert memory.log.count("copy") == 1
-
-
-def test_cupys_streams_wait_both_ways(cupy: Any, memory: LoggedMemory) -> None:
-    x = as_cupy(some(float))
-    assert NAMES[arrays.check_stream(x)[0]] == CUPY
-    found = arrays.device_view(x, "x", memory)
-    assert memory.log == [(OWN, "after", CUPY)]
-    memory.log.clear()
-    made, _ = arrays.empty_like(found, (3,), found.dtype, memory)
-    assert memory.log == [(OWN, "after", CUPY)]
-    memory.log.clear()
-    arrays.finish(made, found)
-    assert set(memory.log) == {(CUPY, "after", OWN)}
-
-
-def test_a_framework_may_go_on_in_another_stream(cupy: Any, memory: LoggedMemory) -> None:
-    x = as_cupy(some(float))
-    found = arrays.device_view(x, "x", memory)
-    out = arrays.view_out(x, (3, 4), x.dtype, memory)
-    made, _ = arrays.empty_like(found, (3,), found.dtype, memory)
-    wanted = [(CUPY, "after", OWN), ("other", "after", OWN)]
-    for end in (
-        lambda: arrays.finish(made, found),
-        lambda: arrays.release(found),
-        lambda: arrays.commit_out(out, out.device_buffer),
-    ):
-        memory.log.clear()
-        with side(cupy, "other"):
-            end()
-        assert memory.log == wanted
-
-
 def test_streams_in_which_no_call_can_take_its_place_are_refused(cupy: Any) -> None:
     x = as_cupy(some(float))
     refused = r"^the current stream of cupy is .*{}.*; make the"
@@ -249,14 +193,6 @@ def test_a_stream_is_asked_while_another_device_is_current(cupy: Any) -> None:
     assert cupy.cuda.Device().id == 1
 
 
-def test_what_is_only_like_the_result_orders_it(cupy: Any, memory: LoggedMemory) -> None:
-    like = BufferView(views.NOTHING, "cupy", None, True, True, ("cuda", 0))
-    made, _ = arrays.empty_like(like, (3,), np.dtype(float), memory)
-    assert memory.log == [(OWN, "after", CUPY)]
-    arrays.finish(made, like)
-    assert memory.log[1:] == [(CUPY, "after", OWN)]
-
-
 def test_one_stream_needs_no_events(cupy: Any, memory: LoggedMemory) -> None:
     x = as_cupy(some(float).T)
     memory = memory.at(cupy.cuda.get_current_stream().ptr)
@@ -266,13 +202,6 @@ def test_one_stream_needs_no_events(cupy: Any, memory: LoggedMemory) -> None:
     arrays.commit_out(out, out.device_buffer)
     assert not memory.log
     assert not memory.marks
-
-
-def test_cupys_copies_are_in_the_memorys_stream(cupy: Any, memory: LoggedMemory) -> None:
-    out = arrays.view_out(as_cupy(some(float).T), (4, 3), np.dtype(float), memory)
-    memory.log.clear()
-    arrays.commit_out(out, out.device_buffer)
-    assert memory.log == [(CUPY, "after", OWN)]
 
 
 @pytest.mark.parametrize(("stream", "other", "same"), [(0, 1, True), (1, 0, True), (0, 2, False)])

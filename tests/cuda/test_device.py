@@ -20,9 +20,9 @@ import pytest
 
 from arraycomm._arrays import pinned
 from arraycomm._cuda import device, devices, driver
-from arraycomm._cuda.device import CudaMemory, current
+from arraycomm._cuda.device import CudaMemory
 from arraycomm._errors import TransportError
-from tests.support.device import elements, library, software_device
+from tests.support.device import library, software_device
 
 ILLEGAL_ADDRESS = 700
 CUDA = "libcuda.so.1"
@@ -80,19 +80,6 @@ def test_older_cupy_has_no_streams_from_outside(cuda, memory, monkeypatch) -> No
     monkeypatch.delattr(cupy.cuda.Stream, "from_external")
     space: Any = memory.allocate(1).owner
     assert space.mem.stream.handle == memory.stream
-
-
-def test_a_copy_takes_its_place_on_the_stream(cuda: Any, memory: CudaMemory) -> None:
-    a, b = memory.upload(np.frombuffer(b"abc", np.uint8)), memory.allocate(3)
-    held = hold(cuda, memory)
-    b[...] = a
-    mark = memory.record()
-    assert elements(b).tolist() == [POISON] * 3
-    assert not mark.done()
-    held.set()
-    mark.synchronize()
-    assert mark.done()
-    assert elements(b).tolist() == list(b"abc")
 
 
 def test_upload_is_done_with_the_array(cuda: Any, memory: CudaMemory) -> None:
@@ -166,64 +153,6 @@ def test_errors_of_calls_and_of_the_driver_are_raised_as_ours(cuda, memory: Cuda
     for call in (mark.done, lambda: b.__setitem__(..., a)):
         with pytest.raises(TransportError, match="CUDA reported: cudaError 700"):
             call()
-
-
-def test_another_stream_waits_and_not_the_host(cuda: Any, memory: CudaMemory) -> None:
-    held, other = hold(cuda, memory), memory.separate()
-    mark = memory.record()
-    cuda.log.clear()
-    mark.wait_on(other.own_stream)
-    (note,) = cuda.log
-    assert (note.stream, note.what, note.after) == (other.own_stream, "wait", memory.stream)
-    assert not mark.done()
-    held.set()
-
-
-def test_kernels_are_launched_on_the_stream_of_the_device(cuda: Any, memory: CudaMemory) -> None:
-    a, b = memory.upload(np.float32([1, 5])), memory.upload(np.float32([3, 4]))
-    bytes_of = memory.allocate(11)
-
-    def launch() -> None:
-        memory.prefixes("sum", a.dtype, [a, b], [b, a])
-        memory.fold("max", a.dtype, [a, b], b)
-        memory.gather_pieces([(b.view("u1"), 0, 8), (None, 8, 3), (b.view("u1"), 11, 0)], bytes_of)
-
-    # Kernels are loaded once the device is idle.
-    launch()
-    a[...], b[...] = memory.upload(np.float32([1, 5])), memory.upload(np.float32([3, 4]))
-    memory.record().synchronize()
-    cuda.log.clear()
-    held = hold(cuda, memory)
-    launch()
-    assert elements(b).tolist() == [3, 4]
-    held.set()
-    assert values(memory, b) == [4, 9]
-    assert values(memory, bytes_of) == [*np.float32([4, 9]).tobytes(), 0, 0, 0]
-    launched = [(note.what, note.stream) for note in cuda.log]
-    for name in ("prefixes", "fold_few", "copy_pieces"):
-        assert (name, memory.stream) in launched
-
-
-def test_words_are_written_once_the_device_comes_to_them(cuda: Any, memory: CudaMemory) -> None:
-    first, second = memory.words(2).reshape(2, 1)
-    held = hold(cuda, memory)
-    with current(memory.device):
-        memory.write(second.ctypes.data, 7)
-    assert (first[0], second[0]) == (0, 0)
-    held.set()
-    memory.record().synchronize()
-    assert (first[0], second[0]) == (0, 7)
-
-
-@pytest.mark.parametrize("given_up", [0, 1])
-def test_results_are_spoilt_if_they_are_given_up_by_then(cuda, memory, given_up) -> None:
-    word, device_buffer = memory.words(1), memory.upload(np.float32([1, 2]))
-    memory.load()
-    held = hold(cuda, memory)
-    memory.spoil(device_buffer, word.ctypes.data)
-    word[0] = given_up
-    held.set()
-    assert all(np.isnan(x) for x in values(memory, device_buffer)) == bool(given_up)
 
 
 def test_a_thread_without_a_context_gets_that_of_the_device(cuda: Any, memory: CudaMemory) -> None:

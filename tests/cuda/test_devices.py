@@ -118,22 +118,6 @@ def test_ranks_whose_arrays_are_on_the_host_meet_the_others(comm, name, any_link
                 assert want is None or np.array_equal(_host(got), want)
 
 
-@each_rank_of("size", by="on_devices")
-def test_out_is_written_wherever_it_is(comm, any_link) -> None:
-    x = _values(comm, 4)
-    want = comm.allreduce(x)
-    comm.allreduce(_there(x))
-    strided = _there(np.zeros((2 * comm.size, 4), "float32"))[::2]
-    for out in (np.zeros_like(x), _there(np.zeros_like(x)), strided):
-        for mine in (x, _there(x)):
-            assert comm.allreduce(mine, out=out) is out
-            assert np.array_equal(_host(out), want)
-    for call in (comm.allreduce, comm.alltoall):
-        same = _there(x.copy())
-        assert call(same, out=same) is same
-        assert np.array_equal(_host(same), call(x))
-
-
 @each_rank_of("several", "torch", by="on_devices")
 def test_prepared_call_meets_ranks_on_devices(comm, torch, any_link) -> None:
     """The first rank's call was prepared for the host; it waits for what is written to a device."""
@@ -287,7 +271,8 @@ def test_device_that_does_not_come_to_the_end_is_given_up(comm, cuda) -> None:
     internals.set_timeout(comm, 0.3)
     got = comm.allreduce(_there(np.ones(6, "float32")))
     _wait_until(lambda: aborted)
-    held[0].set()
+    for event in held:
+        event.set()
     assert np.isnan(_host(got)).all()
     with pytest.raises((ac.CommTimeoutError, ac.PeerError), match=r"its data did not come|rank"):
         comm.barrier()
@@ -310,19 +295,6 @@ def test_own_work_before_a_call_may_take_longer_than_the_timeout(comm, cuda) -> 
     assert (_host(got) == comm.size).all()
     comm.barrier()
     assert not aborted
-
-
-@each_rank_of("several", by="on_devices")
-def test_parts_and_duplicates_have_links_of_their_own(comm, any_link) -> None:
-    x = _there(np.ones(3, "float32"))
-    comm.allreduce(x)
-    part = comm.split(comm.rank % 2)
-    assert part is not None
-    with part, comm.dup() as same:
-        for _ in range(2):
-            assert _host(part.allreduce(x))[0] == part.size
-            assert _host(same.allreduce(x))[0] == comm.size
-        assert internals.device_link(same) is not internals.device_link(comm)
 
 
 @pytest.fixture
@@ -401,19 +373,6 @@ def test_tree_on_devices_goes_ahead_of_its_header(comm, name, cuda) -> None:
     with pytest.raises(ac.MismatchError, match=rf"allreduce\(sum\).*{name}\(sum\) of 5 leaves"):
         _then_barrier(comm, differing)
     together.barrier()
-
-
-@each_rank_of("several", by="on_devices")
-def test_leaves_of_the_host_join_those_that_went_ahead(comm, cuda) -> None:
-    comm.allreduce(_there(np.ones(1)))
-    want = ac.allreduce_tree(_tree(comm, ""), "sum", comm=comm)
-    plan = comm.plan(_tree(comm, ""), "sum")
-    for odd in range(comm.size):
-        for where in ("", "ae", "b"):
-            tree = _tree(comm, where if comm.rank == odd else "abcde")
-            for got in (ac.allreduce_tree(tree, "sum", comm=comm), plan(tree)):
-                assert _same(got, want)
-                assert [type(x) for x in got.values()] == [type(x) for x in tree.values()]
 
 
 @each_rank_of("several", by="on_devices")

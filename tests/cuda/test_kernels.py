@@ -172,14 +172,6 @@ def test_more_rows_than_one_launch_takes_are_rounded_once(launcher, dtype, op, k
     assert launcher.launches == 3
 
 
-@_KERNELS
-@pytest.mark.parametrize("dtype", ["uint8", "bfloat16", "complex128"])
-@pytest.mark.parametrize(("blocks", "threads"), [(1, 1), (3, 5)])
-def test_threads_take_what_the_grid_does_not_cover(host, dtype, kernel, blocks, threads) -> None:
-    few = HostKernels(host, blocks, threads)
-    _check(few, kernel, np.dtype(dtype), "sum", _rows(np.dtype(dtype), 1000, 3))
-
-
 @_EACH
 def test_the_fold_may_replace_the_first_row(host, dtype) -> None:
     # Few threads, each of which has several shares: one that was taken twice would show here.
@@ -386,7 +378,7 @@ _NEEDS_NVRTC = pytest.mark.skipif(
 @pytest.mark.parametrize(
     ("compile_to_ptx", "architecture", "chosen"),
     [
-        pytest.param(_by_nvcc, 80, _ROUNDING, marks=_NEEDS_NVCC),
+        pytest.param(_by_nvcc, 80, _ROUNDING, marks=[_NEEDS_NVCC, pytest.mark.at_night]),
         *(pytest.param(_by_nvrtc, number, _ALL, marks=_NEEDS_NVRTC) for number in (80, 90, 100)),
     ],
 )

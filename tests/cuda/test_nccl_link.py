@@ -33,9 +33,8 @@ from arraycomm._cuda.links.gpu_aware import GpuAwareMpiLink
 from arraycomm._cuda.links.libnccl import Comm, Library
 from arraycomm._cuda.links.nccl_link import NcclLink, refuse_sharing
 from arraycomm._cuda.links.staged_link import HostStagedLink
-from arraycomm._dtypes import BY_NAME, OPS, TABLE
+from arraycomm._dtypes import OPS, TABLE
 from arraycomm._errors import TransportError
-from arraycomm._reduce import algorithms
 from arraycomm._transports.base import Blocks, Handle
 from tests.support.device import rank_of_threads, software_device
 from tests.support.internals import finish
@@ -175,19 +174,6 @@ def blocks(link: NcclLink, counts: list[int], value: int = 0) -> Blocks:
 # Movements -----------------------------------------------------------------------------------------
 
 
-@on_links(1, 3)
-def test_alltoall_of_different_lengths(link, nccl) -> None:
-    size = link.size
-    for scale in (0, 1, 1000):
-        send = blocks(link, [scale * (r + link.rank) for r in range(size)])
-        for rank in range(size):
-            fill(send.block(rank), 10 * link.rank + rank)
-        recv = blocks(link, [scale * (r + link.rank) for r in range(size)], 255)
-        finish(link.alltoall(send, recv))
-        for rank in range(size):
-            assert (values(recv.block(rank)) == 10 * rank + link.rank).all()
-
-
 @pytest.mark.parametrize("even", [True, False])
 @on_links(1, 3)
 def test_allgather_is_in_place(link, nccl, even) -> None:
@@ -203,20 +189,6 @@ def test_allgather_is_in_place(link, nccl, even) -> None:
 
 
 @on_links(3)
-def test_blocks_with_gaps_between_them_are_broadcast_and_empty_ones_are_not(link, nccl) -> None:
-    for counts in ([4, 4, 4], [5, 0, 3]):
-        nccl.calls.clear()
-        recv = Blocks(blocks(link, [30], 255).buffer, counts, [0, 10, 20])
-        fill(recv.block(link.rank), link.rank)
-        finish(link.allgather(recv))
-        want = np.full(30, 255)
-        for rank in range(3):
-            want[10 * rank : 10 * rank + counts[rank]] = rank
-        assert values(recv.buffer).tolist() == want.tolist()
-        assert nccl.calls.count("ncclBroadcast") == np.count_nonzero(counts)
-
-
-@on_links(3)
 def test_movements_are_groups_of_bytes_on_the_current_stream(link, nccl) -> None:
     nccl.calls.clear()
     other = new_memory()
@@ -229,22 +201,6 @@ def test_movements_are_groups_of_bytes_on_the_current_stream(link, nccl) -> None
     assert nccl.streams == {other.own_stream}
     assert {dtype for _, dtype, _ in nccl.asked} == {libnccl.UINT8}
     values(link.empty(1, UINT8))
-
-
-def test_what_is_empty_asks_nothing_of_nccl() -> None:
-    link, nccl = alone()
-    nccl.calls.clear()
-    nothing, none = link.empty(0, UINT8), blocks(link, [0])
-    for handle in (
-        link.alltoall(none, none),
-        link.allgather(none),
-        link.gather(nothing, none, 0),
-        link.scatter(none, nothing, 0),
-        link.bcast(nothing, 0),
-        link.allreduce(nothing.view(np.int32), nothing.view(np.int32), "sum"),
-    ):
-        assert handle.done()
-    assert nccl.calls == []
 
 
 def test_memory_is_kept_until_nccl_has_put_the_operation_on_its_stream() -> None:
@@ -293,23 +249,6 @@ def test_allreduce_names_type_and_operation_rightly(link, nccl) -> None:
         assert values(target).tobytes() == want.tobytes(), (op, name)
         finish(link.allreduce(source, source, op))
         assert values(source).tobytes() == want.tobytes(), (op, name)
-
-
-@pytest.mark.parametrize(
-    ("op", "name"), [("mean", "float32"), ("sum", "bfloat16"), ("sum", "int32")]
-)
-@on_links(3)
-def test_algorithms_reduce_over_the_link_in_rank_order(link, nccl, op, name) -> None:
-    link.chunk_bytes = 4096
-    dtype = BY_NAME[name].dtype
-    rng = np.random.default_rng(7)
-    rows = [(rng.standard_normal(9001) * 1000).astype(dtype) for _ in range(3)]
-    want = np.empty(9001, dtype)
-    _folds.fold(op, dtype, rows, want)
-    source, target = device_buffer(rows[link.rank], link.memory), link.empty(9001, dtype)
-    drive(algorithms.allreduce(link, source, target, op))
-    assert values(target).tobytes() == want.tobytes()
-    assert ("ncclAllReduce" in nccl.calls) == (name == "int32")
 
 
 # In progress ---------------------------------------------------------------------------------------
@@ -380,20 +319,6 @@ def test_the_per_thread_stream_is_refused() -> None:
 
 
 # Splitting -----------------------------------------------------------------------------------------
-
-
-@on_links(4)
-def test_split_makes_links_of_the_members_in_their_order(link, nccl) -> None:
-    members = [3, 1] if link.rank % 2 else [0, 2]
-    child = drive(link.split(link.rank % 2, members.index(link.rank)))
-    assert (child.rank, child.size) == (members.index(link.rank), 2)
-    assert child.memory is not link.memory
-    child.memory.stream = child.memory.own_stream
-    recv = blocks(child, [1, 1])
-    fill(recv.block(child.rank), link.rank)
-    finish(child.allgather(recv))
-    assert values(recv.buffer).tolist() == members
-    finish(link.bcast(link.empty(1, UINT8), 0))
 
 
 @on_links(3)

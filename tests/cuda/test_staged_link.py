@@ -87,19 +87,6 @@ def _logging(comm: Communicator, memory: Told, name: str) -> None:
     setattr(link, name, movement)
 
 
-@pytest.mark.parametrize("count", [0, 256, 257, 2000])
-@each_rank_of("several")
-def test_allreduce_folds_chunk_by_chunk(comm, count) -> None:
-    link, memory = _link(comm)
-    x = (np.arange(count) * 7 % 23 + comm.rank).astype("float32")
-    source, target = memory.upload(x), memory.upload(np.zeros_like(x))
-    internals.finish(link.allreduce(source, target, "mean"))
-    want = comm.allreduce(x, "mean")
-    assert memory.elements(target).tobytes() == want.tobytes()
-    internals.finish(link.allreduce(source, source, "mean"))
-    assert memory.elements(source).tobytes() == want.tobytes()
-
-
 @pytest.mark.parametrize("name", ["allreduce", "bcast", "allgather"])
 @each_rank_of("several")
 def test_copies_go_on_while_mpi_has_a_chunk(comm, name) -> None:

@@ -43,33 +43,21 @@ def check_same(framework: Framework, got: Any, want: Array | None) -> None:
 
 @pytest.mark.parametrize("name", COLLECTIVES)
 @each_rank_of()
-def test_device_gives_what_the_host_gives(comm, framework, name) -> None:
-    for count in (0, 1, 5, 9000, 300_000):
-        x = rows(comm, count)
-        want = COLLECTIVES[name](comm, x)
-        mine = framework.make(x)
-        for _ in range(2):
-            got = COLLECTIVES[name](comm, mine)
-            check_same(framework, got, want)
-            if got is not None and (name not in ROOTED or comm.rank == 0):
-                check_like(got, mine)
-        assert framework.back(mine).tobytes() == x.tobytes()
-
-
-@pytest.mark.parametrize("name", COLLECTIVES)
-@each_rank_of()
 def test_host_and_device_arrays_meet(comm, framework, name) -> None:
-    """Each rank in turn is the odd one, also in calls that repeat, with and without it on the host.
+    """No rank, and each in turn, is the odd one, also in calls that repeat, with and without it on the host.
 
     Results are where that rank's own array is.
     """
-    for count in (2, 9000):
+    for count in (0, 5, 9000, 300_000):
         x = rows(comm, count)
         want = COLLECTIVES[name](comm, x)
-        for odd in range(comm.size):
+        for odd in range(-1, comm.size):
             for on_host in (True, True, False, False):
                 mine = x if (comm.rank == odd) == on_host else framework.make(x)
-                check_same(framework, COLLECTIVES[name](comm, mine), want)
+                got = COLLECTIVES[name](comm, mine)
+                check_same(framework, got, want)
+                if got is not None and odd < 0 and (name not in ROOTED or comm.rank == 0):
+                    check_like(got, mine)
             check_same(framework, COLLECTIVES[name](comm, x), want)
 
 
@@ -89,37 +77,6 @@ def test_mpi_that_reads_no_device_memory_is_handed_copies(comm) -> None:
 # Trees ------------------------------------------------------------------------------------------
 
 
-def tree_of(comm: Communicator) -> dict[str, Array]:
-    x = np.arange(6, dtype="float32").reshape(2, 3) + comm.rank
-    long = np.arange(50_000, dtype="float32") * (comm.rank + 1)
-    return {"a": x, "b": x.astype("float64")[0], "c": x[:0], "d": long, "e": x[1, 1:2] * 5}
-
-
-@pytest.mark.parametrize("where", ["abcde", "ad", "b"])
-@each_rank_of()
-def test_leaves_are_reduced_where_they_are(comm, framework, where) -> None:
-    plain = tree_of(comm)
-
-    def tree() -> dict[str, Any]:
-        return {
-            name: framework.make(leaf) if name in where else leaf for name, leaf in plain.items()
-        }
-
-    want = ac.allreduce_tree(plain, "sum", comm=comm)
-    plan = comm.plan(tree(), "sum")
-    for _ in range(3):
-        for got in (
-            ac.allreduce_tree(tree(), "sum", comm=comm),
-            ac.allreduce_gradients(tree(), "sum", comm=comm),
-            plan(tree()),
-        ):
-            for name, leaf in got.items():
-                assert isinstance(leaf, np.ndarray) == (name not in where)
-                found = framework.back(leaf) if name in where else leaf
-                assert found.tobytes() == want[name].tobytes()
-                assert found.shape == want[name].shape
-
-
 @each_rank_of()
 def test_hundreds_of_leaves_are_reduced(comm, framework) -> None:
     x = np.arange(3, dtype="float32") + comm.rank
@@ -129,15 +86,3 @@ def test_hundreds_of_leaves_are_reduced(comm, framework) -> None:
     want = comm.allreduce(x)
     got = ac.allreduce_tree(tree, "sum", comm=comm)
     assert all((framework.back(leaf) == want).all() for leaf in got[::97])
-
-
-@each_rank_of()
-def test_trees_are_synchronized(comm, framework) -> None:
-    mine = {
-        "device": framework.make(np.full(7, comm.rank, np.float32)),
-        "host": np.full(3, comm.rank),
-    }
-    same = ac.synchronize(mine, root=comm.size - 1, comm=comm)
-    check_like(same["device"], mine["device"])
-    assert (framework.back(same["device"]) == comm.size - 1).all()
-    assert (same["host"] == comm.size - 1).all()

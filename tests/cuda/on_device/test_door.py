@@ -10,12 +10,10 @@ import pytest
 
 from arraycomm._arrays import pinned
 from arraycomm._arrays.exchange import exchange
-from arraycomm._arrays.frameworks.cupy import CUPY
 from arraycomm._arrays.results import commit_out, to_framework, view_out
 from arraycomm._arrays.views import view
 from arraycomm._cuda import arrays
 from arraycomm._dtypes import BY_NAME, TABLE
-from arraycomm.testing._arrays import frameworks as _frameworks
 from tests.cuda.on_device.conftest import spin
 
 cupy = pytest.importorskip("cupy")
@@ -55,27 +53,6 @@ def on_the_device(dtype: Any, layout: str) -> Any:
     return LAYOUTS[layout](cupy.ndarray((3, 4), dtype, data)), np.asarray(LAYOUTS[layout](host))
 
 
-@EACH
-def test_cupy_goes_by_the_host(dtype: Any, layout: str) -> None:
-    """It is read by bits; what is made of it is there, and what is written arrives."""
-    x, wanted = on_the_device(dtype, layout)
-    found = view(x)
-    assert (found.framework, found.device, found.copied) == ("cupy", ("cuda", x.device.id), True)
-    assert (found.dtype, found.array.tobytes()) == (dtype, wanted.tobytes())
-    result = to_framework(found.array.copy(), found)
-    assert isinstance(result, cupy.ndarray)
-    assert (result.device.id, result.dtype, result.shape) == (x.device.id, dtype, x.shape)
-    assert view(result).array.tobytes() == wanted.tobytes()
-    on_device = CUPY.on_device
-    assert on_device is not None
-    assert view(on_device.copy(x)).array.tobytes() == wanted.tobytes()
-    assert _frameworks.layouts_in_principle("cupy", dtype)
-    out = view_out(x, x.shape, dtype)
-    out.array[...] = np.ones(x.shape, dtype)
-    assert commit_out(out) is x
-    assert _frameworks._READERS["cupy"](x).tobytes() == np.ones(x.shape, dtype).tobytes()
-
-
 def test_reading_waits_for_the_current_stream() -> None:
     with cupy.cuda.Stream(non_blocking=True):
         x = cupy.ones((2000, 2000), "float64")
@@ -104,28 +81,6 @@ def test_cuda_array_interface_gives_cupy() -> None:
     there = exchange(x, "cupy", copy=False)
     assert isinstance(there, cupy.ndarray)
     assert there.data.ptr == x.x.data.ptr
-
-
-def test_dlpack_on_a_device_gives_cupy() -> None:
-    x = cupy.arange(3)
-    found = view(SimpleNamespace(__dlpack__=x.__dlpack__, __dlpack_device__=x.__dlpack_device__))
-    assert (found.framework, found.array.tolist()) == ("cupy", [0, 1, 2])
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e5m2", "complex64", "bool"])
-def test_torch_on_a_device(dtype: str) -> None:
-    torch = torch_on_device()
-    x = torch.arange(6, device="cuda").to(getattr(torch, dtype)).reshape(2, 3).T
-    found = view(x)
-    assert (found.framework, found.device, found.copied) == ("torch", ("cuda", 0), True)
-    result = to_framework(found.array.copy(), found)
-    assert result.device == x.device
-    assert torch.equal(result.contiguous().view(torch.uint8), x.contiguous().view(torch.uint8))
-    out = torch.zeros_like(x)
-    target = view_out(out, tuple(out.shape), found.dtype)
-    target.array[...] = found.array
-    written = commit_out(target).contiguous()
-    assert torch.equal(written.view(torch.uint8), x.contiguous().view(torch.uint8))
 
 
 def test_exchange_stays_on_the_device() -> None:
