@@ -167,64 +167,43 @@ def test_it_does_not_matter_how_samples_are_split(data: st.DataObject) -> None:
 PIXELS = X / 16
 DIABETES, PROGRESSION = load_diabetes(return_X_y=True)
 PROGRESSION = (PROGRESSION - PROGRESSION.mean()) / PROGRESSION.std()
-DIGITS, DISEASE = (PIXELS, Y), (DIABETES * 20, PROGRESSION)
+DISEASE = DIABETES * 20, PROGRESSION
 # scikit-learn resets the process's warnings while it fits, and says this where another thread does so meanwhile.
 pytestmark = pytest.mark.filterwarnings("ignore:`sklearn.utils.parallel.delayed`:UserWarning")
 
-EPOCHS = 20
-# With what they learn from, and how much less of accuracy, or of R², the ranks may have than one process:
-# each takes fewer steps in an epoch.
-AVERAGED: dict[str, tuple[Any, Any, float]] = {
-    "averaging": (SGDClassifier(average=10, random_state=0), DIGITS, 0.03),
-    "two classes": (SGDClassifier(average=True, random_state=0), (PIXELS, Y % 2), 0.03),
-    "Perceptron": (Perceptron(random_state=0), DIGITS, 0.03),
-    "averaging regressor": (SGDRegressor(average=True, random_state=0), DISEASE, 0.03),
-    "network": (
-        MLPClassifier(hidden_layer_sizes=(32,), learning_rate_init=0.01, random_state=0),
-        DIGITS,
-        0.04,
-    ),
+AVERAGED: dict[str, tuple[Any, tuple[Any, Any]]] = {
+    "averaging": (SGDClassifier(average=10, random_state=0), (PIXELS, Y)),
+    "two classes": (SGDClassifier(average=True, random_state=0), (PIXELS, Y % 2)),
+    "Perceptron": (Perceptron(random_state=0), (PIXELS, Y)),
+    "averaging regressor": (SGDRegressor(average=True, random_state=0), DISEASE),
+    "network": (MLPClassifier(hidden_layer_sizes=(8,), random_state=0), (PIXELS, Y)),
     "momentum": (
         MLPRegressor(
-            hidden_layer_sizes=(16,),
-            solver="sgd",
-            learning_rate="adaptive",
-            learning_rate_init=0.02,
-            random_state=0,
+            hidden_layer_sizes=(8,), solver="sgd", learning_rate="adaptive", random_state=0
         ),
         DISEASE,
-        0.05,
     ),
 }
 
 
-def _halves(x: Any, y: Any) -> tuple[Any, ...]:
-    learned = np.arange(len(x)) % 4 != 0
-    return x[learned], y[learned], x[~learned], y[~learned]
-
-
-def _train(comm: Communicator, estimator: Any, data: Any) -> Any:
-    x, y, _, _ = _halves(*data)
-    mine = copy.deepcopy(estimator)
-    for _ in range(EPOCHS):
-        partial_fit(mine, x[comm.rank :: comm.size], y[comm.rank :: comm.size], comm=comm)
-    return mine
-
-
 @pytest.mark.parametrize("kind", AVERAGED)
-def test_averaged_estimators_are_as_good_as_those_of_one_process(kind: str) -> None:
-    estimator, data, margin = AVERAGED[kind]
-    x, y, unseen, wanted = _halves(*data)
+def test_one_rank_learns_what_scikit_learn_does_and_several_learn_the_same(kind: str) -> None:
+    estimator, (x, y) = AVERAGED[kind]
+
+    def train(comm: Communicator) -> Any:
+        mine = copy.deepcopy(estimator)
+        for _ in range(2):
+            partial_fit(mine, x[comm.rank :: comm.size], y[comm.rank :: comm.size], comm=comm)
+        return mine
+
     alone = copy.deepcopy(estimator)
     further = {"classes": np.unique(y)} if is_classifier(alone) else {}
-    for _ in range(EPOCHS):
+    for _ in range(2):
         alone.partial_fit(x, y, **further)
-    [single] = run(1, _train, estimator, data)
+    [single] = run(1, train)
     vars(single).pop("_arraycomm_t")
     assert digest(learnt(single)) == digest(learnt(alone))
-    results = run(3, _train, estimator, data)
-    _assert_same(results)
-    assert results[0].score(unseen, wanted) > alone.score(unseen, wanted) - margin
+    _assert_same(run(3, train))
 
 
 @pytest.mark.parametrize(
