@@ -128,20 +128,6 @@ def test_a_parameter_without_gradient_stays_and_takes_no_step() -> None:
     assert np.allclose(optimizer.update(first, [np.full(2, 7.0), *first[1:]])[0], 0.5)
 
 
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-@each_rank_of(3)
-def test_an_optimizer_is_synchronized_with_its_state(comm: ac.Communicator, kind: str) -> None:
-    optimizer = OPTIMIZERS[kind]()
-    optimizer.learning_rate = 0.1 * (comm.rank + 1)
-    params = optimizer.update(zeros(), gradients(comm.rank, 0))
-    wrapped = ac.DistributedOptimizer(optimizer, comm=comm)
-    params, same = ac.synchronize((params, wrapped), root=1, comm=comm)
-    assert same is wrapped
-    assert optimizer.learning_rate == 0.2
-    params = wrapped.update(params, gradients(comm.rank, 1))
-    assert len(set(comm.allgather_object(params["a"].tobytes()))) == 1
-
-
 @pytest.mark.parametrize(
     ("make_params", "grads", "kind", "said"),
     [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -192,17 +191,6 @@ def test_all_reduce_takes_the_op_as_reductions_do(
 
 
 @each_rank_of(2)
-def test_a_schedule_chained_after_wrapping_works(comm: ac.Communicator) -> None:
-    schedule = optax.exponential_decay(0.1, transition_steps=1, decay_rate=0.5)
-    plain = optax.chain(optax.scale_by_adam(), optax.scale_by_learning_rate(schedule))
-    expected = train(plain, lambda step: reduced(2, step, "mean"))
-    wrapped = ac.DistributedOptimizer(optax.scale_by_adam(), comm=comm)
-    chained = optax.chain(wrapped, optax.scale_by_learning_rate(schedule))
-    params = train(chained, lambda step: gradients(comm.rank, step))
-    assert_same(params, expected)
-
-
-@each_rank_of(2)
 def test_what_looks_at_single_examples_is_refused_inside_and_right_before(
     comm: ac.Communicator,
 ) -> None:
@@ -225,26 +213,6 @@ def test_what_looks_at_single_examples_is_refused_inside_and_right_before(
             step(ac.DistributedOptimizer(inside, comm=comm), own)
     right = optax.chain(private(), ac.DistributedOptimizer(optax.sgd(1.0), comm=comm))
     np.testing.assert_allclose(step(right, own), expected, rtol=1e-5)
-
-
-@each_rank_of(2)
-def test_ranks_compare_soon_after_an_update_that_has_raised_on_one(comm: ac.Communicator) -> None:
-    def update(updates: Any, state: Any, params: Any = None) -> Any:
-        return [[-update for update in updates]][comm.rank * (made == [3])], state
-
-    plain = optax.GradientTransformation(lambda _: optax.EmptyState(), update)
-    optimizer, params, made = ac.DistributedOptimizer(plain, comm=comm), [jnp.zeros(1)], [0]
-
-    def train() -> None:
-        nonlocal params
-        for made[0] in range(8):
-            with suppress(IndexError):
-                updates, _ = optimizer.update([jnp.ones(1)], optax.EmptyState(), params)
-                params = optax.apply_updates(params, updates)
-
-    said = r"params\[0\] is not .* rank 0: -5.0 .* rank 1: -4.0"
-    with pytest.raises(ac.MismatchError, match=said):
-        train()
 
 
 @each_rank_of(2)
@@ -328,15 +296,6 @@ def test_what_would_apply_gradients_of_one_rank_is_refused(comm: ac.Communicator
         for step in range(2):
             update, state = inside.update(params + comm.rank, state, params)
             assert (update == (-0.5 if step else (0.5 if refused else 0.0))).all()
-
-
-@each_rank_of(2)
-def test_a_compiled_update_on_threads_is_refused(comm: ac.Communicator) -> None:
-    optimizer = ac.DistributedOptimizer(optax.sgd(0.1), comm=comm)
-    params = on_jax(zeros())
-    state, said = optimizer.init(params), "jitted JAX collectives need a process a rank"
-    with pytest.raises(ac.BackendUnavailableError, match=said):
-        jax.jit(optimizer.update)(params, state, params)
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])

@@ -35,10 +35,7 @@ ON_EACH_MPI = {
     "rows_choose_alike_on_all_ranks_or_all_raise",
 }
 # What takes longest to compile, and shows of few updates and transformations what others do.
-AT_NIGHT = {
-    "pairs_of_transformations_are_those_of_one_process",
-    "every_transformation_updates_as_in_one_process",
-}
+AT_NIGHT = {"every_transformation_updates_as_in_one_process"}
 # Flax need not be there.
 FLAX_CHECKS = [
     "an_overflow_on_one_rank_counts_on_all",

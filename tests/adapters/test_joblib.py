@@ -64,13 +64,13 @@ def _squares(count: int) -> Any:
 
 class TestOnProcesses:
     def test_searches_and_forests_find_what_one_process_finds(
-        self, on_ranks: OnRanks, size: int
+        self, on_ranks: OnRanks, few: int
     ) -> None:
         with parallel_config("sequential"):
             expected = _learnt(None)
-        assert on_ranks(size, lambda comm: run(_learnt, None, comm=comm)) == [expected] * size
+        assert on_ranks(few, lambda comm: run(_learnt, None, comm=comm)) == [expected] * few
 
-    @each_rank_of("several")
+    @each_rank_of(3)
     def test_errors_end_the_call_on_all_ranks(self, comm: Communicator) -> None:
         def fails() -> None:
             raise ZeroDivisionError
@@ -95,7 +95,7 @@ class TestOnProcesses:
         assert run(lambda: "none calls joblib", comm=comm) == "none calls joblib"
 
     def test_tasks_get_large_arrays_once_and_cannot_write_to_them(
-        self, on_ranks: OnRanks, several: int, monkeypatch: pytest.MonkeyPatch
+        self, on_ranks: OnRanks, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         sent: list[Any] = []
         send = Communicator.send_object
@@ -113,12 +113,12 @@ class TestOnProcesses:
             return found
 
         monkeypatch.setattr(Communicator, "send_object", recorded)
-        found = on_ranks(several, lambda comm: run(sums, comm=comm))
-        assert found == [[[200_000.0] * 16, [400_000.0] * 16]] * several
+        found = on_ranks(3, lambda comm: run(sums, comm=comm))
+        assert found == [[[200_000.0] * 16, [400_000.0] * 16]] * 3
         arrays = [array for task in sent if isinstance(task, tuple) for array in task[1].values()]
-        assert len(arrays) <= 2 * (several - 1)
+        assert len(arrays) <= 2 * 2
 
-    @each_rank_of("several")
+    @each_rank_of(3)
     def test_calls_inside_a_task_are_sequential(self, comm: Communicator) -> None:
         def nested() -> Any:
             return Parallel()(delayed(_squares)(count) for count in range(4))

@@ -42,10 +42,7 @@ _OPEN_MPI: Final = {
     "numpy": (),
     "sklearn": (),
     "jax": ("test_jax_adapter.py::TestLoops",),
-    "torch": (
-        "../training/test_compression.py::TestTorchProcesses",
-        "test_torch_collectives.py::TestProcesses",
-    ),
+    "torch": ("test_torch_collectives.py::TestProcesses",),
 }
 
 

@@ -471,17 +471,6 @@ def test_a_whole_state_of_optax_is_loaded_on_any_number_of_ranks() -> None:
     assert_same_sharded(2, lambda comm, shard: train_optax(comm, make, shard, start=start))
 
 
-@each_rank_of(2)
-def test_a_learning_rate_set_in_a_sharded_state_counts(comm: Any, optax: Any) -> None:
-    injected = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
-    optimizer = ac.DistributedOptimizer(injected, comm=comm, op="sum", shard=True)
-    params = arrays(0)
-    state = optimizer.init(params)
-    state.inner.hyperparams["learning_rate"] = np.float32(0.5)
-    changes, _ = optimizer.update(arrays(1), state, params)
-    assert bits(changes) == bits([-g for g in arrays(1)])
-
-
 def test_optax_that_looks_at_all_gradients_is_sharded_behind_a_reduction(optax: Any) -> None:
     adapter = pytest.importorskip("arraycomm.adapters.jax")
 

@@ -163,18 +163,6 @@ class TestConversion:
         assert adapter.convert_sync_batchnorm(module) is module
         assert list(module.modules()) == before
 
-    def test_a_batch_norm_itself_is_replaced_once(self) -> None:
-        module = torch.nn.BatchNorm2d(CHANNELS)
-        converted = adapter.convert_sync_batchnorm(module)
-        assert type(converted) is adapter.SyncBatchNorm
-        assert converted.weight is module.weight
-        assert adapter.convert_sync_batchnorm(converted) is converted
-
-    def test_a_lazy_batch_norm_is_refused(self) -> None:
-        module = torch.nn.Sequential(torch.nn.LazyBatchNorm1d())
-        with pytest.raises(ValueError, match=r"^convert_sync_batchnorm: 0 is a LazyBatchNorm1d"):
-            adapter.convert_sync_batchnorm(module)
-
     def test_what_is_no_module_is_refused(self) -> None:
         with pytest.raises(TypeError, match=r"module must be a torch.nn.Module; got list"):
             adapter.convert_sync_batchnorm([torch.nn.BatchNorm1d(3)])

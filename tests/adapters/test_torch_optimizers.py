@@ -39,10 +39,11 @@ def _takes(name: str, option: str) -> bool:
     return set(OPTIONS[option]) <= set(inspect.signature(getattr(torch.optim, name)).parameters)
 
 
+# Each as it is, and with one of the options.
 CASES = [
     (name, option, WAYS[number % 2])
-    for number, (name, option) in enumerate(itertools.product(OPTIMIZERS, OPTIONS))
-    if _takes(name, option)
+    for number, (row, name) in enumerate(itertools.product(range(2), OPTIMIZERS))
+    if _takes(name, option := list(OPTIONS)[row and 1 + number % 4])
 ]
 
 

@@ -257,16 +257,6 @@ def test_a_dropped_optimizer_reduces_no_more(comm: ac.Communicator) -> None:
         assert weight.grad.tolist() == [3.0, 3.0]
 
 
-@each_rank_of(3)
-def test_parameters_of_several_dtypes_are_reduced_together(comm: ac.Communicator) -> None:
-    dtypes = (torch.float32, torch.bfloat16, torch.float64, torch.complex64)
-    weights = [torch.nn.Parameter(torch.ones(3, dtype=dtype)) for dtype in dtypes]
-    optimizer = ac.DistributedOptimizer(torch.optim.SGD(weights, lr=1.0), comm=comm)
-    sum((weight * (comm.rank + 1)).sum().abs() for weight in weights).backward()
-    optimizer.step()
-    assert [weight[0].item() for weight in weights] == [-1.0] * 4
-
-
 # Errors
 
 

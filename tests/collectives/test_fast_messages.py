@@ -40,57 +40,52 @@ def _assert_ring(comm: Communicator, *numbers: int) -> None:
 
 
 @each_rank_of("few")
-def test_each_call_gets_its_own_elements(comm: Communicator) -> None:
+def test_calls_like_one_before_have_one_path_for_each_half(comm: Communicator) -> None:
+    """What they bring is a law."""
     right, left = _ring(comm)
-    status, kept, paths = ac.Status(), [], []
+    paths = []
     for turn in range(4):
-        mine, theirs = _numbered(comm.rank, turn), _numbered(left, turn)
-        kept.append((comm.sendrecv(mine, right, left), theirs))
         out = np.empty(SHORT)
-        assert comm.sendrecv(mine, right, left, out=out, status=status) is out
-        assert np.array_equal(out, theirs)
-        assert (status.source, status.tag, status.nbytes) == (left, 0, out.nbytes)
-        assert (status.dtype, status.shape) == (out.dtype, out.shape)
-        assert comm.sendrecv(mine, right, left, out=mine) is mine
-        assert np.array_equal(mine, theirs)
         strided = np.repeat(_numbered(comm.rank, turn), 2)[::2]
-        backwards = np.empty(SHORT)[::-1]
-        comm.sendrecv(strided, right, left, out=backwards)
-        assert np.array_equal(backwards, theirs)
+        comm.sendrecv(_numbered(comm.rank, turn), right, left, out=out, status=ac.Status())
+        comm.sendrecv(strided, right, left, out=out[::-1])
+        assert np.array_equal(out[::-1], _numbered(left, turn))
         paths.append(list(internals.fast_paths(comm)._paths.values()))
-    assert all(np.array_equal(got, wanted) for got, wanted in kept)
     assert len(paths[0]) == 2 * (comm.size > 1)
     assert all(one == paths[0] for one in paths)
     if comm.size > 1:
-        counts = comm.stats()
-        assert (counts["send"]["calls"], counts["send"]["copies"]) == (16, 4)
-        assert counts["send"]["bytes"] == 16 * 8 * SHORT
-        assert counts["recv"]["calls"] == 16
-        assert counts["recv"]["seconds"] > 0
+        assert comm.stats()["send"]["copies"] == 4
+        assert comm.stats()["recv"]["seconds"] > 0
 
 
+@pytest.mark.parametrize("before", [True, False])
 @each_rank_of(3)
-def test_wrong_arguments_on_one_rank_are_raised_as_before(comm: Communicator) -> None:
+def test_wrong_arguments_on_one_rank_are_raised_as_before(comm: Communicator, before: bool) -> None:
+    """The next exchange gets the next arrays, whether or not there is a fast path."""
     right, left = _ring(comm)
-    _warm(comm)
-    mine = _numbered(comm.rank)
+    if before:
+        _warm(comm)
     for kind, match, x, wrong in (
         (TypeError, "send: ", [1], {}),
-        (ValueError, "recv: ", mine, {"out": np.empty(SHORT + 1)}),
-        (TypeError, "recv: ", mine, {"out": np.empty(SHORT, np.float32)}),
-        (BufferError, "recv: ", mine, {"out": np.broadcast_to(0.0, SHORT)}),
-        (TypeError, "recv: ", mine, {"like": "text"}),
-        (TypeError, "status must be", mine, {"status": "text"}),
+        (ValueError, "recv: ", None, {"out": np.empty(SHORT + 1)}),
+        (TypeError, "recv: ", None, {"out": np.empty(SHORT, np.float32)}),
+        (BufferError, "recv: ", None, {"out": np.broadcast_to(0.0, SHORT)}),
+        (TypeError, "recv: ", None, {"like": "text"}),
+        (TypeError, "status must be", None, {"status": "text"}),
+        (ValueError, "timeout must be", None, {"timeout": -1}),
     ):
-        if comm.rank == 0:
-            with pytest.raises(kind, match=match):
-                comm.sendrecv(x, right, left, **wrong)
-        elif left == 0 and x is not mine:
-            with pytest.raises(ac.PeerError, match="rank 0 raised instead of sending"):
-                comm.sendrecv(mine, right, left)
-        else:
-            assert np.array_equal(comm.sendrecv(mine, right, left), _numbered(left))
-        _assert_ring(comm, 7)
+        for count in (SHORT, LONG) if x is None and "out" not in wrong else (SHORT,):
+            mine = _numbered(comm.rank, count=count)
+            if comm.rank == 0:
+                with pytest.raises(kind, match=match):
+                    comm.sendrecv(mine if x is None else x, right, left, **wrong)
+            elif left == 0 and (x is not None or "timeout" in wrong):
+                with pytest.raises(ac.PeerError, match="rank 0 raised instead of sending"):
+                    comm.sendrecv(mine, right, left)
+            else:
+                got = comm.sendrecv(mine, right, left)
+                assert np.array_equal(got, _numbered(left, count=count))
+            _assert_ring(comm, 7)
 
 
 @each_rank_of(2)

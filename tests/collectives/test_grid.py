@@ -26,7 +26,7 @@ def test_numbers_of_ranks_are_chosen_and_neighbors_are_named_once(comm: Communic
     assert comm.grid(1).dup().dims == (n,)
 
 
-@each_rank_of("several")
+@each_rank_of(3)
 def test_wrong_grids_are_errors_on_every_rank(comm: Communicator) -> None:
     grid = comm.grid(1)
     with pytest.raises(ac.PeerError if comm.rank else ValueError, match="sub: keep must be a bool"):
@@ -39,7 +39,7 @@ def test_wrong_grids_are_errors_on_every_rank(comm: Communicator) -> None:
         comm.grid((0, 1) if comm.rank else (1, 0))
 
 
-@each_rank_of("size")
+@each_rank_of("few")
 def test_nothing_goes_to_no_rank(comm: Communicator) -> None:
     x, out, status = np.arange(3), np.full(3, 7), ac.Status()
     comm.send(x, PROC_NULL)
@@ -85,7 +85,7 @@ def test_neighbors_exchange_in_place_and_like_the_blocks(comm: Communicator, tor
     grid.free()
 
 
-@each_rank_of("several")
+@each_rank_of(3)
 def test_a_wrong_exchange_is_an_error_on_every_rank(comm: Communicator) -> None:
     grid = comm.grid(1, True)
     u, last = np.zeros((4, 4)), comm.rank == comm.size - 1
@@ -110,7 +110,7 @@ def test_a_wrong_exchange_is_an_error_on_every_rank(comm: Communicator) -> None:
         grid.barrier() if last else grid.neighbor_alltoall([u, u])
 
 
-@each_rank_of("several")
+@each_rank_of(3)
 def test_a_neighbor_that_does_not_come_is_named(comm: Communicator) -> None:
     grid = comm.dup(check=False).grid(1, True)
     if comm.rank == 1:

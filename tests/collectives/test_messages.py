@@ -234,24 +234,6 @@ def test_wrong_array_is_raised_by_both_and_the_ranks_go_on(comm: Communicator, c
     assert comm.allreduce(1) == comm.size
 
 
-@each_rank_of("few")
-def test_exchange_that_one_rank_calls_wrongly_is_over_for_all(comm: Communicator) -> None:
-    """The next one gets the next arrays, and not those of this one."""
-    right, left = _ring(comm)
-    for (name, wrong), count in product((("status", "no"), ("timeout", -1)), LENGTHS):
-        mine = _numbered(count, comm.rank)
-        if comm.rank == 0:
-            with pytest.raises((TypeError, ValueError), match=f"{name} must be"):
-                comm.sendrecv(mine, right, left, **{name: wrong})
-        elif left == 0 and name == "timeout":
-            with pytest.raises(ac.PeerError, match="rank 0 raised instead of sending"):
-                comm.sendrecv(mine, right, left)
-        else:
-            assert np.array_equal(comm.sendrecv(mine, right, left), _numbered(count, left))
-        got = comm.sendrecv(_numbered(count, comm.rank, 7), right, left)
-        assert np.array_equal(got, _numbered(count, left, 7))
-
-
 @each_rank_of(2)
 def test_wrong_array_of_a_request_is_raised_by_wait(comm: Communicator) -> None:
     peer = 1 - comm.rank

@@ -19,7 +19,7 @@ def ring(comm: Communicator) -> tuple[int, int]:
     return (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
 
 
-@each_rank_of("size")
+@each_rank_of("few")
 def test_what_is_received_as_what_it_is_not_is_an_error_and_lost(comm: Communicator) -> None:
     right, left = ring(comm)
     for nbytes in (10, 100_000):
@@ -32,7 +32,7 @@ def test_what_is_received_as_what_it_is_not_is_an_error_and_lost(comm: Communica
     assert comm.iprobe(ANY_SOURCE, ANY_TAG) is None
 
 
-@each_rank_of("size")
+@each_rank_of("few")
 def test_object_that_cannot_be_pickled_is_an_error_on_both_ranks(comm: Communicator) -> None:
     right, left = ring(comm)
     sending = comm.isend_object(threading.Lock(), right)
@@ -43,7 +43,7 @@ def test_object_that_cannot_be_pickled_is_an_error_on_both_ranks(comm: Communica
     assert comm.allreduce(1) == comm.size
 
 
-@each_rank_of("several")
+@each_rank_of(3)
 def test_probe_is_of_no_rank_that_has_failed(comm: Communicator) -> None:
     part = comm.dup()
     if comm.rank == 0:
@@ -57,7 +57,7 @@ def test_probe_is_of_no_rank_that_has_failed(comm: Communicator) -> None:
             part.iprobe(0)
 
 
-@each_rank_of("several")
+@each_rank_of(3)
 def test_what_a_former_communicator_left_in_mpi_hides_nothing(comm: Communicator) -> None:
     if comm.mpi_comm is None:
         pytest.skip("needs MPI")
@@ -71,7 +71,7 @@ def test_what_a_former_communicator_left_in_mpi_hides_nothing(comm: Communicator
     left_behind.Wait()
 
 
-@each_rank_of("several")
+@each_rank_of(3)
 def test_probe_has_a_limit(comm: Communicator) -> None:
     with pytest.raises(
         ac.CommTimeoutError, match=r"probe from rank 0 with tag 0 at .*timeout 0.05"

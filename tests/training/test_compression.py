@@ -380,13 +380,3 @@ class TestCompiled:
         self, world: ac.Communicator, fault: str
     ) -> None:
         assert_an_error_raises_on_all(world, "jax", fault, world.size - 1)
-
-
-class TestTorchProcesses:
-    """On as many ranks as there are processes; `test_torch_training` runs them on more."""
-
-    @pytest.mark.parametrize("fault", ["early", "late"])
-    def test_an_error_of_one_processs_object_raises_on_all(
-        self, world: ac.Communicator, fault: str
-    ) -> None:
-        assert_an_error_raises_on_all(world, "torch", fault, world.size - 1)

@@ -614,12 +614,6 @@ def test_a_way_to_diverge_is_an_error_on_every_rank(on_ranks, case: Way) -> None
     assert "rank 0" in said[0] or "ranks 0" in said[0]
 
 
-# A law states it of drawn programs.
-@pytest.mark.parametrize("case", CASES[::2], ids=lambda each: each.name)
-def test_without_the_mistake_nothing_is_raised(on_ranks, case: Way) -> None:
-    on_ranks(SIZE, lambda comm: case.train(comm, False))
-
-
 # What is mended --------------------------------------------------------------------------------------
 
 

@@ -30,7 +30,7 @@ def test_weights_are_applied_where_gradients_are(on_ranks, several) -> None:
 
 
 @pytest.mark.parametrize("value", [1.5, 2j, np.float32(4)])
-@each_rank_of("several")
+@each_rank_of(3)
 def test_weighted_numbers_come_back_as_what_they_are(comm: Communicator, value) -> None:
     with ac.join(comm) as joined:
         joined.weight = 2
@@ -39,7 +39,7 @@ def test_weighted_numbers_come_back_as_what_they_are(comm: Communicator, value) 
         assert got == [value, value]
 
 
-@each_rank_of("several")
+@each_rank_of(3)
 def test_metrics_are_shadowed_too(comm: Communicator) -> None:
     with ac.join(comm):
         for step in range(comm.rank):
@@ -53,7 +53,7 @@ def test_metrics_are_shadowed_too(comm: Communicator) -> None:
             assert np.allclose(got["a"], np.arange(6000), rtol=1e-15, atol=0)
 
 
-@each_rank_of("several")
+@each_rank_of(3)
 def test_a_block_that_is_entered_again_has_its_own_last_step(comm: Communicator) -> None:
     joined = ac.join(comm)
     for batches in (comm.size - comm.rank, comm.rank + 1):
@@ -65,7 +65,7 @@ def test_a_block_that_is_entered_again_has_its_own_last_step(comm: Communicator)
 
 @pytest.mark.parametrize("shadows", [False, True])
 @pytest.mark.parametrize("wrong", ["exception", "other", "nested"])
-@each_rank_of("several")
+@each_rank_of(3)
 def test_what_is_wrong_in_one_block_raises_in_all(comm: Communicator, wrong, shadows) -> None:
     def block() -> None:
         with ac.join(comm):
@@ -92,7 +92,7 @@ def test_what_is_wrong_in_one_block_raises_in_all(comm: Communicator, wrong, sha
 
 
 @alone
-@each_rank_of("several", "torch")
+@each_rank_of(3, "torch")
 def test_an_error_of_a_step_taken_without_data_raises_in_all(
     comm: Communicator, torch: Any
 ) -> None:
@@ -111,7 +111,7 @@ def test_an_error_of_a_step_taken_without_data_raises_in_all(
     assert comm.allreduce(1) == comm.size
 
 
-@each_rank_of("several")
+@each_rank_of(3)
 def test_an_error_that_the_block_handles_is_over(comm: Communicator) -> None:
     with ac.join(comm):
         with pytest.raises((RuntimeError, ac.PeerError)):
@@ -131,13 +131,13 @@ def test_trees_that_differ_raise_in_all_blocks(comm: Communicator) -> None:
         block()
 
 
-@each_rank_of("several")
+@each_rank_of(3)
 def test_ranks_that_enter_no_block_are_told_apart(comm: Communicator) -> None:
     with pytest.raises(ac.MismatchError, match="join"):
         ac.join(comm).__enter__() if comm.rank else comm.barrier()
 
 
-@each_rank_of("several")
+@each_rank_of(3)
 def test_accumulation_is_refused(comm: Communicator) -> None:
     optimizer = ac.DistributedOptimizer(SGD(), comm=comm, accumulate=2)
 
@@ -150,7 +150,7 @@ def test_accumulation_is_refused(comm: Communicator) -> None:
         block()
 
 
-@each_rank_of("size")
+@each_rank_of("few")
 def test_a_communicator_made_before_is_free(comm: Communicator) -> None:
     with comm.dup() as other, ac.join(comm):
         assert other.allreduce(1) == comm.size
