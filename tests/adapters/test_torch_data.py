@@ -108,16 +108,6 @@ def test_a_data_set_without_items_has_no_batches(comm: ac.Communicator) -> None:
     assert len(loader) == len(list(loader)) == 0
 
 
-@each_rank_of(1)
-def test_another_loop_ends_the_one_before(comm: ac.Communicator) -> None:
-    loader = DataLoader(container(comm, range(9)), 2)
-    first = iter(loader)
-    next(first)
-    assert next(iter(loader)).weights.tolist() == [1, 1]
-    with pytest.raises(RuntimeError, match="batches: the container was moved on"):
-        next(first)
-
-
 # Batches without items ---------------------------------------------------------------------------
 
 

@@ -139,17 +139,6 @@ def test_statistics_of_each_rank_s_own_are_an_error_with_ways_out(comm: Comm, ca
 
 
 @each_rank_of(2)
-def test_synchronize_makes_buffers_the_same(comm: Comm) -> None:
-    model = net(mask=torch.tensor([comm.rank]))
-    ac.synchronize(model, comm=comm)
-    optimizer = distributed(comm, model)
-    train(comm, model, optimizer)
-    model[1].mask = torch.tensor([comm.rank])
-    said = raised(comm, lambda: train(comm, model, optimizer, 1))
-    assert "buffer 1.mask" in said
-
-
-@each_rank_of(2)
 def test_a_copy_compares_the_buffers_of_the_copied_module(comm: Comm) -> None:
     model = net(mask=torch.zeros(1))
     optimizer = distributed(comm, model)

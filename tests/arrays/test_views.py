@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import array as array_module
 import ctypes
-import gc
 import mmap
 import sys
 import textwrap
@@ -18,7 +17,7 @@ import pytest
 
 from arraycomm._arrays.results import commit_out, view_out
 from arraycomm._arrays.views import view
-from tests.support.frameworks import FRAMEWORKS, PAIRS, make, need, pointer, sample
+from tests.support.frameworks import need, pointer, sample
 from tests.support.launcher import run_python
 
 LAYOUTS = {
@@ -34,24 +33,6 @@ LAYOUTS = {
 
 
 # What comes in ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("framework", "name"), PAIRS)
-def test_memory_is_the_callers(framework: str, name: str) -> None:
-    x = make(framework, sample(name))
-    found = view(x)
-    assert pointer(found.array) == pointer(x)
-    assert not found.copied
-    assert found.source is x
-
-
-@pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_memory_lives_as_long_as_the_view(framework: str) -> None:
-    expected = sample("int64", (1000,))
-    found = view(make(framework, expected.copy()))
-    gc.collect(0)
-    np.ones(1000), np.ones(1000)
-    assert found.array.tobytes() == expected.tobytes()
 
 
 def test_arrays_without_arithmetic_in_files_and_of_unaligned_fields_pass(tmp_path: Any) -> None:

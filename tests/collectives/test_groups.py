@@ -14,15 +14,6 @@ from tests.support.on_ranks import each_rank_of
 
 
 @each_rank_of("few")
-def test_dup_keeps_ranks_and_takes_options(comm: Communicator) -> None:
-    other = comm.dup(timeout=5.0, check=False)
-    assert (other.rank, other.size) == (comm.rank, comm.size)
-    assert internals.options(other).timeout == 5.0
-    assert internals.options(other).check is False
-    assert internals.options(other.dup()) == internals.options(other)
-
-
-@each_rank_of("few")
 def test_ranks_of_one_node_are_together(comm: Communicator) -> None:
     node = comm.split_by_node()
     assert (node.rank, node.size) == (comm.local_rank, comm.local_size)

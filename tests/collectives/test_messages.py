@@ -234,18 +234,6 @@ def test_wrong_array_is_raised_by_both_and_the_ranks_go_on(comm: Communicator, c
     assert comm.allreduce(1) == comm.size
 
 
-@each_rank_of(2)
-def test_wrong_array_of_a_request_is_raised_by_wait(comm: Communicator) -> None:
-    peer = 1 - comm.rank
-    requests = [comm.isend({}, peer), comm.irecv(peer), comm.isend(1, peer)]
-    with pytest.raises(TypeError, match="send"):
-        requests[0].wait()
-    with pytest.raises(ac.PeerError):
-        requests[1].wait()
-    assert requests[2].wait() is None
-    assert comm.recv(peer) == 1
-
-
 @each_rank_of(3)
 def test_wrong_array_of_an_exchange_is_raised_once_the_other_half_is_done(
     comm: Communicator,
@@ -328,15 +316,6 @@ def test_message_that_comes_too_late_finds_its_memory_in_place(
     for movement in internals.mpi_movements() - before:
         while not movement.done():
             time.sleep(0.001)
-
-
-@each_rank_of(2)
-def test_long_message_that_nobody_receives_names_what_it_waits_for(comm: Communicator) -> None:
-    impatient = comm.dup(timeout=TIMEOUT)
-    if comm.rank == 0:
-        with pytest.raises(ac.CommTimeoutError, match="send to rank 1 with tag 3 at test_mes"):
-            impatient.send(np.ones(1_000_000), 1, 3)
-    comm.barrier()
 
 
 @each_rank_of(2)

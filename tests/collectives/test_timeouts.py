@@ -41,16 +41,6 @@ def test_every_call_waits_as_long_as_its_own_timeout_says() -> None:
     assert found - names == {"recv", "recv_object", "probe", "sendrecv"}
 
 
-@each_rank_of(3)
-def test_timeout_holds_for_one_call_on_one_rank(comm: Communicator) -> None:
-    impatient = comm.dup(timeout=0.4)
-    assert impatient.allreduce(1, timeout=None if comm.rank else np.int64(2)) == comm.size
-    if comm.rank == 0:
-        with pytest.raises(ac.CommTimeoutError, match=r"\(timeout 0\.4 s\)"):
-            impatient.allreduce(1)
-    comm.barrier()
-
-
 @alone
 @each_rank_of(2)
 def test_waiting_for_earlier_requests_counts_from_the_call(comm: Communicator) -> None:

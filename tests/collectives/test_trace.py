@@ -64,20 +64,13 @@ def traced(comm: ac.Communicator, calls: Callable[[ac.Communicator], None]) -> d
     return found
 
 
-@each_rank_of("few")
-def test_file_follows_the_trace_event_format(comm: ac.Communicator, few: int) -> None:
+@each_rank_of(3)
+def test_each_call_is_there_with_what_it_was(comm: ac.Communicator) -> None:
     trace = traced(comm, some_of_each)
     check_format(trace)
     events = trace["traceEvents"]
     assert {event["ph"] for event in events} == set("MXsf")
-    named = [e["pid"] for e in events if e["name"] == "process_name"]
-    assert named == list(range(few))
-    comm.barrier()
-
-
-@each_rank_of(3)
-def test_each_call_is_there_with_what_it_was(comm: ac.Communicator) -> None:
-    trace = traced(comm, some_of_each)
+    assert [e["pid"] for e in events if e["name"] == "process_name"] == list(range(3))
     calls = [e for e in trace["traceEvents"] if e["ph"] == "X" and "args" in e]
     for rank in range(3):
         own = [e for e in calls if e["pid"] == rank]

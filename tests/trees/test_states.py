@@ -287,12 +287,6 @@ def test_objects_that_are_not_alike_raise_on_all_ranks(comm: ac.Communicator, ca
         ac.synchronize([1.5, make(comm.rank)], comm=comm)
 
 
-@each_rank_of(2)
-def test_a_lazy_module_must_have_its_shapes(comm: ac.Communicator) -> None:
-    with pytest.raises(TypeError, match=r"tree\['m'\].weight has no shape yet; call the lazy"):
-        ac.synchronize({"m": torch.nn.LazyLinear(2)}, comm=comm)
-
-
 def test_extra_state_is_no_part_of_a_reduction() -> None:
     def check(comm: ac.Communicator) -> tuple[int, float]:
         model = torch.nn.Sequential(Counting(comm.rank), torch.nn.Linear(1, 1))
