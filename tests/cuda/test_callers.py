@@ -33,38 +33,6 @@ def _in_a_thread(function: Callable[[], Any]) -> Any:
         return threads.submit(function).result()
 
 
-def test_another_thread_works_in_the_callers_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch, entered = _Streams(), []
-
-    def within(stream: Any) -> Any:
-        entered.append(stream)
-        return torch.within(stream)
-
-    cuda = SimpleNamespace(
-        is_initialized=lambda: True,
-        current_device=lambda: 0,
-        stream=within,
-        ExternalStream=lambda stream, device: stream,
-    )
-    raw = SimpleNamespace(_cuda_getCurrentRawStream=lambda _: torch.current)
-    fake = SimpleNamespace(cuda=cuda, _C=raw, is_grad_enabled=lambda: True)
-    monkeypatch.setitem(sys.modules, "torch", fake)
-    with torch.within(7):
-        caller = Caller(None)
-
-    def work() -> tuple[Any, Any]:
-        with caller.here():
-            inside = torch.current
-        return inside, torch.current
-
-    assert _in_a_thread(work) == (7, 0)
-    assert work() == (7, 0)
-    with torch.within(7):
-        assert work() == (7, 7)
-    # In the stream itself there is nothing to enter.
-    assert entered == [7, 7]
-
-
 def test_a_request_works_in_its_own_stream_and_who_takes_its_result_waits(monkeypatch) -> None:
     torch, waiting, recorded = _Streams(), list[int](), list[int]()
     cuda = SimpleNamespace(

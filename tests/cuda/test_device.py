@@ -199,12 +199,6 @@ def test_no_context_is_made_on_a_device_that_is_not_used(cuda: Any) -> None:
     assert cuda.contexts == {1}
 
 
-def test_the_device_in_use_is_current_afterwards(cuda: Any, memory: CudaMemory) -> None:
-    memory.upload(np.arange(3))
-    pinned.pinned(1).empty(100)
-    assert (cuda.here.device, cuda.contexts) == (0, {0, 1})
-
-
 def test_threads_of_arraycomm_spare_the_captures_of_others(cuda, monkeypatch) -> None:
     class Over:
         pass

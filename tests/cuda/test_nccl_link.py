@@ -12,7 +12,6 @@ import inspect
 import threading
 import time
 import weakref
-from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
@@ -186,21 +185,6 @@ def test_allgather_is_in_place(link, nccl, even) -> None:
         for rank in range(size):
             assert (values(recv.block(rank)) == rank).all()
     assert ("ncclAllGather" in nccl.calls) == even
-
-
-@on_links(3)
-def test_movements_are_groups_of_bytes_on_the_current_stream(link, nccl) -> None:
-    nccl.calls.clear()
-    other = new_memory()
-    link.memory.stream = other.own_stream
-    finish(link.alltoall(blocks(link, [2, 5, 7]), blocks(link, [[2, 5, 7][link.rank]] * 3)))
-    asked = [name for name in nccl.calls if name != "ncclCommGetAsyncError"]
-    assert asked[0] == "ncclGroupStart"
-    assert asked[-1] == "ncclGroupEnd"
-    assert Counter(asked[1:-1]) == {"ncclSend": 2, "ncclRecv": 2}
-    assert nccl.streams == {other.own_stream}
-    assert {dtype for _, dtype, _ in nccl.asked} == {libnccl.UINT8}
-    values(link.empty(1, UINT8))
 
 
 def test_memory_is_kept_until_nccl_has_put_the_operation_on_its_stream() -> None:
