@@ -160,22 +160,6 @@ def filled(device_buffer: DeviceBuffer, chunk_bytes: int, staging: Staging) -> I
         yield chunk
 
 
-@pytest.mark.parametrize("count", [0, 1, 10, 11, 95])
-def test_chunks_are_the_bytes_in_order(count: int) -> None:
-    memory = LateMemory()
-    wanted = np.arange(count, dtype=np.int16)
-    found = [c.copy() for c in lifted(on_device(wanted, memory), 20, Staging(Pins()))]
-    assert [chunk.size for chunk in found[:-1]] == [20] * (len(found) - 1)
-    assert b"".join(c.tobytes() for c in found) == wanted.tobytes()
-    target = np.zeros_like(wanted)
-    place = 0
-    for chunk in filled(on_device(target, memory), 20, Staging(Pins())):
-        chunk[...] = wanted.view(np.uint8)[place : place + chunk.size]
-        place += chunk.size
-    memory.run_until(len(memory.work))
-    assert target.tolist() == wanted.tolist()
-
-
 @pytest.mark.parametrize("chunks", [lifted, filled])
 def test_a_caller_that_stops_leaves_no_buffer_to_the_device(chunks: Any) -> None:
     pins, memory = Pins(), LateMemory()
@@ -194,13 +178,3 @@ def test_a_caller_that_stops_leaves_no_buffer_to_the_device(chunks: Any) -> None
     del taken
     _ = [staging.empty(4096) for _ in range(2 + busy)]
     assert len(pins.sizes) == 2 + busy
-
-
-@pytest.mark.parametrize("chunks", [lifted, filled])
-def test_copies_stay_in_the_stream_of_their_memory(chunks: Any) -> None:
-    memory = LateMemory().at(5)
-    device_buffer = on_device(np.zeros(50, np.uint8), memory)
-    for _ in chunks(device_buffer, 10, Staging(Pins())):
-        assert memory.at(9).stream == 9
-    assert set(memory.streams) == {5}
-    assert len(memory.streams) == 5

@@ -162,6 +162,23 @@ def same_error(here: Callable[[], Any], there: Callable[[], Any]) -> None:
     assert str(caught.value) == str(wanted.value)
 
 
+def test_a_framework_may_go_on_in_another_stream(cupy: Any, memory: LoggedMemory) -> None:
+    x = as_cupy(some(float))
+    found = arrays.device_view(x, "x", memory)
+    out = arrays.view_out(x, (3, 4), x.dtype, memory)
+    made, _ = arrays.empty_like(found, (3,), found.dtype, memory)
+    wanted = [(CUPY, "after", OWN), ("other", "after", OWN)]
+    for end in (
+        lambda: arrays.finish(made, found),
+        lambda: arrays.release(found),
+        lambda: arrays.commit_out(out, out.device_buffer),
+    ):
+        memory.log.clear()
+        with side(cupy, "other"):
+            end()
+        assert memory.log == wanted
+
+
 def test_streams_in_which_no_call_can_take_its_place_are_refused(cupy: Any) -> None:
     x = as_cupy(some(float))
     refused = r"^the current stream of cupy is .*{}.*; make the"

@@ -22,7 +22,7 @@ from arraycomm._arrays import pinned
 from arraycomm._cuda import device, devices, driver
 from arraycomm._cuda.device import CudaMemory
 from arraycomm._errors import TransportError
-from tests.support.device import library, software_device
+from tests.support.device import elements, library, software_device
 
 ILLEGAL_ADDRESS = 700
 CUDA = "libcuda.so.1"
@@ -153,6 +153,42 @@ def test_errors_of_calls_and_of_the_driver_are_raised_as_ours(cuda, memory: Cuda
     for call in (mark.done, lambda: b.__setitem__(..., a)):
         with pytest.raises(TransportError, match="CUDA reported: cudaError 700"):
             call()
+
+
+def test_kernels_are_launched_on_the_stream_of_the_device(cuda: Any, memory: CudaMemory) -> None:
+    a, b = memory.upload(np.float32([1, 5])), memory.upload(np.float32([3, 4]))
+    bytes_of = memory.allocate(11)
+
+    def launch() -> None:
+        memory.prefixes("sum", a.dtype, [a, b], [b, a])
+        memory.fold("max", a.dtype, [a, b], b)
+        memory.gather_pieces([(b.view("u1"), 0, 8), (None, 8, 3), (b.view("u1"), 11, 0)], bytes_of)
+
+    # Kernels are loaded once the device is idle.
+    launch()
+    a[...], b[...] = memory.upload(np.float32([1, 5])), memory.upload(np.float32([3, 4]))
+    memory.record().synchronize()
+    cuda.log.clear()
+    held = hold(cuda, memory)
+    launch()
+    assert elements(b).tolist() == [3, 4]
+    held.set()
+    assert values(memory, b) == [4, 9]
+    assert values(memory, bytes_of) == [*np.float32([4, 9]).tobytes(), 0, 0, 0]
+    launched = [(note.what, note.stream) for note in cuda.log]
+    for name in ("prefixes", "fold_few", "copy_pieces"):
+        assert (name, memory.stream) in launched
+
+
+@pytest.mark.parametrize("given_up", [0, 1])
+def test_results_are_spoilt_if_they_are_given_up_by_then(cuda, memory, given_up) -> None:
+    word, device_buffer = memory.words(1), memory.upload(np.float32([1, 2]))
+    memory.load()
+    held = hold(cuda, memory)
+    memory.spoil(device_buffer, word.ctypes.data)
+    word[0] = given_up
+    held.set()
+    assert all(np.isnan(x) for x in values(memory, device_buffer)) == bool(given_up)
 
 
 def test_a_thread_without_a_context_gets_that_of_the_device(cuda: Any, memory: CudaMemory) -> None:

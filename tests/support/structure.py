@@ -162,7 +162,7 @@ COUNTS = {
     "kinds of prepared calls": 7,
 }
 # Lines, as they were when last written down. They may grow by two hundredths.
-LINES = {"lines of the package": 64_850, "lines of the tests": 60_850}
+LINES = {"lines of the package": 64_850, "lines of the tests": 60_261}
 GROWTH = 1.02
 # Beside what communicates: what tests it, the command line, and what is for one framework each.
 BESIDE = {"testing", "cli", "adapters"}
