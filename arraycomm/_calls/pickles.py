@@ -14,11 +14,12 @@ from arraycomm._arrays.exchange import exchange
 from arraycomm._protocol.announced import check_pickle
 from arraycomm._transports.base import Bytes
 
-# Dtypes that torch pickles in a way that it cannot read itself.
-_UNREADABLE: Final = frozenset(
-    f"torch.{name}" for name in ("uint16", "uint32", "uint64", "float8_e4m3fn", "float8_e5m2")
+# Dtypes that torch reads from its own pickles. It pickles the storage of others so that it cannot.
+_READABLE: Final = (
+    *("torch.bool", "torch.uint8", "torch.int8", "torch.int16", "torch.int32", "torch.int64"),
+    *("torch.float16", "torch.bfloat16", "torch.float32", "torch.float64"),
+    *("torch.complex64", "torch.complex128"),
 )
-
 
 _PARTS: Final = (
     "send parts that pickle takes, such as functions and classes that a module has by name"
@@ -80,11 +81,24 @@ class Pickled:
 class _Pickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         torch = sys.modules.get("torch")
-        kind = getattr(torch, "Tensor", None)
-        if kind is not None and type(obj) is kind and str(obj.dtype) in _UNREADABLE:
-            return _tensor, (exchange(obj, "numpy"), str(obj.device))
+        if torch is None or not hasattr(torch, "UntypedStorage"):
+            return NotImplemented
+        if type(obj) is torch.UntypedStorage and obj.device.type != "meta":
+            data = torch.empty(0, dtype=torch.uint8, device=obj.device).set_(obj)
+            return _storage, (exchange(data, "numpy"), str(obj.device))
+        if type(obj) is torch.Tensor and not (str(obj.dtype) in _READABLE or obj.is_quantized):
+            plain = obj.detach().resolve_conj().resolve_neg()
+            if plain.layout == torch.strided and plain.device.type != "meta":
+                place = plain.storage_offset(), tuple(plain.shape), plain.stride()
+                return _tensor, (plain.untyped_storage(), obj.dtype, place, obj.requires_grad)
         return NotImplemented
 
 
-def _tensor(array: Any, device: str) -> Any:
-    return exchange(array, "torch", copy=True).to(device)
+def _storage(data: Bytes, device: str) -> Any:
+    return exchange(data, "torch", copy=True).to(device).untyped_storage()
+
+
+def _tensor(storage: Any, dtype: Any, place: Any, requires_grad: bool) -> Any:
+    torch = sys.modules["torch"]
+    tensor = torch.empty(0, dtype=dtype, device=storage.device).set_(storage, *place)
+    return tensor.requires_grad_(requires_grad)
