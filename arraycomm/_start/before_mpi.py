@@ -9,6 +9,7 @@ user namespaces alone, the system lets none read another's memory, and files nee
 from __future__ import annotations
 
 import os
+import resource
 import socket
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
@@ -28,6 +29,8 @@ _SERVER: Final = "PMIX_SERVER_URI"
 # Seconds in which the launcher, which is on this host, answers.
 _ANSWER: Final = 2.0
 _MIB: Final = 1 << 20
+# A file of UCX has at most so many MiB.
+_UCX: Final = 5
 # How many files an error names.
 _NAMED: Final = 3
 _SHARED: Final = "/dev/shm"
@@ -46,19 +49,26 @@ def check_room(
     if not ranks.isdigit() or (int(ranks) == 1 and not os.path.isdir(_SHARED)):
         return
     # Measured with 1 to 16 ranks.
-    needed = max(min(24 + 2 * int(ranks), 64), int(ranks) * 33 // 32 + 1)
-    missing = _missing(needed * _MIB)
+    one = int(ranks) * 33 // 32 + 1
+    needed = max(min(24 + 2 * int(ranks), 64), one)
+    missing = _missing(needed * _MIB, one * _MIB)
     if missing and not any(ranks_here().values()):
         raise BackendUnavailableError(
             f"init: MPI needs {needed} MiB of shared memory for {ranks} ranks on one node, but "
             f"{missing}"
         )
-    if _missing((24 + 12 * int(ranks)) * _MIB):
+    if _missing((24 + 12 * int(ranks)) * _MIB, _UCX * _MIB):
         environment.setdefault("UCX_TLS", "^posix")
 
 
-def _missing(nbytes: int) -> str:
-    """Say what shared memory lacks, and what to do; empty if there is room for `nbytes`."""
+def _missing(nbytes: int, one: int) -> str:
+    """Say what is missing, and what to do; empty for room for `nbytes`, and a file of `one`."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if resource.RLIM_INFINITY != limit < one:
+        return (
+            f"a file of this rank may have {limit / _MIB:.3g} MiB, and one needs {one / _MIB:.3g}; "
+            "raise the limit, for example with: ulimit -f unlimited"
+        )
     if not os.path.isdir(_SHARED):
         return (
             f"there is no {_SHARED}; make it, for example with: mkdir {_SHARED} && mount -t tmpfs "
