@@ -14,6 +14,7 @@ import ctypes
 import math
 import operator
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -114,6 +115,13 @@ def attribute(x: Any, name: str, label: str) -> Any:
         raise
     except Exception as error:
         raise BufferError(f"{label}.{name} raised {describe(error)}") from error
+
+
+def offered(x: Any, name: str = "__dlpack__") -> bool:
+    """Return whether `x` has an attribute; if that raises instead, who reads `x` tells it."""
+    with suppress(BufferError):
+        return attribute(x, name, "x") is not None
+    return False
 
 
 def device_of(x: Any, label: str) -> tuple[int, int]:

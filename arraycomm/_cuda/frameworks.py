@@ -261,7 +261,7 @@ class _Protocols(_CuPy):
             if _has_dlpack(x):
                 kind, device = dlpack.device_of(x, "x")
                 return {DEVICE: device, MANAGED: ANY}.get(kind)
-            if hasattr(x, "__cuda_array_interface__"):
+            if dlpack.offered(x, "__cuda_array_interface__"):
                 return _device_at(by_cuda_interface(x, "x").layout.address)
         return None
 
@@ -280,7 +280,7 @@ class _Protocols(_CuPy):
 
 
 def _has_dlpack(x: Any) -> bool:
-    return hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__")
+    return dlpack.offered(x) and dlpack.offered(x, "__dlpack_device__")
 
 
 def _device_at(address: int) -> int | None:

@@ -15,6 +15,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import optree
 
+from arraycomm._arrays.dlpack import offered
 from arraycomm._arrays.results import overlaps_itself
 from arraycomm._trees.fields import Fields, fields_of, is_dataclass, static_fields
 from arraycomm._trees.keys import describe_keys
@@ -67,7 +68,7 @@ def is_custom(kind: Any) -> bool:
 def open_node(leaf: Any, path: str, *, rebuilds: bool) -> Node | None:
     """Return the contents of a leaf of optree, or None if it is no container; see `flatten`."""
     tree_util = getattr(sys.modules.get("jax"), "tree_util", None)
-    is_array = hasattr(leaf, "__dlpack__") and not _is_variable(leaf)
+    is_array = offered(leaf) and not _is_variable(leaf)
     if (is_array or isinstance(leaf, _NUMBERS_AND_TEXTS)) and not says_contents(leaf):
         return None
     found = opened(leaf, path)

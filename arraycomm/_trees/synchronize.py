@@ -11,6 +11,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from arraycomm._arrays.buffer import BufferView
+from arraycomm._arrays.dlpack import offered
 from arraycomm._arrays.results import check_result, to_framework
 from arraycomm._arrays.views import view
 from arraycomm._calls.arguments import check_root
@@ -310,7 +311,7 @@ def _load_optimizer(optimizer: Any, state: Any) -> None:
 
 def _is_typed_key(leaf: Any) -> bool:
     """Return whether a leaf is a JAX random key, which has an extended dtype."""
-    dtype = getattr(leaf, "dtype", None)
+    dtype = leaf.dtype if offered(leaf, "dtype") else None
     return type(dtype).__module__.startswith("jax.") and str(dtype).startswith("key<")
 
 

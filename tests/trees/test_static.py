@@ -642,6 +642,24 @@ def test_an_object_that_raises_when_it_is_looked_at_is_named(comm: Communicator)
         ac.allreduce_tree(OfOptree(1.0, Refusing()), comm=comm)
 
 
+class Keyed(dict):
+    """As many programs write one; what it lacks is a KeyError."""
+
+    __getattr__ = dict.__getitem__
+
+
+@pytest.mark.parametrize("call", [ac.allreduce_tree, ac.synchronize, ac.raise_on_difference])
+@each_rank_of((2,))
+def test_a_leaf_whose_attributes_raise_is_told_on_every_rank(comm: Communicator, call) -> None:
+    told = {Refusing: r"tree\[0\]\.requires_grad raised RuntimeError", Keyed: r"got .*\.Keyed;"}
+    if call is ac.raise_on_difference:  # compares any object by what pickle takes of it
+        told = {Refusing: r"tree\[0\] cannot be compared"}
+    for kind, text in told.items():
+        error = BufferError if "requires_grad" in text else TypeError
+        with pytest.raises(error if comm.rank else ac.PeerError, match=text):
+            call([kind() if comm.rank else 1.0], comm=comm)
+
+
 # Registered dataclasses of which only what their class says is compared
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from array_api_compat import array_namespace, is_array_api_obj, is_jax_array, is_numpy_array
 
 from arraycomm._arrays.buffer import type_name
-from arraycomm._arrays.dlpack import describe
+from arraycomm._arrays.dlpack import describe, offered
 from arraycomm._arrays.exchange import exchange
 from arraycomm._training.batches.order import Integers
 from arraycomm._trees.pytrees import flatten
@@ -180,7 +180,7 @@ def _is_leaf(data: Any) -> bool:
 
 def _is_array(x: Any) -> bool:
     # MLX's arrays and plain DLPack objects have no namespace; JAX's random keys have no DLPack.
-    return hasattr(x, "__dlpack__") or (is_array_api_obj(x) and not isinstance(x, np.generic))
+    return offered(x) or (is_array_api_obj(x) and not isinstance(x, np.generic))
 
 
 def _length_of(leaf: Any, path: str) -> int:

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from arraycomm._arrays.dlpack import offered
 from arraycomm._calls.operation import Context, Operation
 from arraycomm._callsite import call_site
 from arraycomm._communicator import Communicator, runner_of
@@ -149,8 +150,8 @@ def _described(leaf: Any, path: str) -> str:
 
 
 def _is_array(leaf: Any) -> bool:
-    kind = getattr(getattr(leaf, "dtype", None), "kind", "f")
-    return hasattr(leaf, "shape") and hasattr(leaf, "dtype") and kind not in "OUSTMm"
+    is_array = offered(leaf, "shape") and offered(leaf, "dtype")
+    return is_array and getattr(leaf.dtype, "kind", "f") not in "OUSTMm"
 
 
 def _words_of(array: Any) -> Any:
