@@ -7,7 +7,7 @@ are the same either way, apart from subnormal numbers in JAX, which counts them 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
@@ -141,7 +141,9 @@ def _own_namespace(x: Any, name: str) -> Any:
         # Refuses tracers.
         result_prototype(x, name)
         check_jax(x, name)
-    return array_namespace(x)
+    with suppress(AttributeError):  # a namespace need not have a name
+        return array_namespace(x)
+    return None
 
 
 def _own_dtype(xp: Any, dtype: Any) -> DType | None:

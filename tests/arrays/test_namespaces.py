@@ -92,9 +92,15 @@ def test_namespaces_that_cannot_make_the_result_raise_on_all_ranks(kind: str, ca
     run(2, check)
 
 
-@pytest.mark.parametrize("call", [*CALLS, "tree"])
+def _second_step(comm: Communicator, x: Any) -> Any:
+    optimizer = ac.DistributedOptimizer(lambda params, grads: grads, comm=comm, accumulate=2)
+    return [optimizer([1.0], [x]) for _ in range(2)][-1][0]
+
+
+@pytest.mark.parametrize("call", [*CALLS, "tree", "steps"])
 def test_results_are_what_the_namespace_makes(call: str) -> None:
-    calls = CALLS | {"tree": lambda comm, x: ac.allreduce_tree([x], comm=comm)[0]}
+    trees = {"tree": lambda comm, x: ac.allreduce_tree([x], comm=comm)[0], "steps": _second_step}
+    calls = CALLS | trees
 
     def check(comm: Communicator) -> None:
         array = np.ones((2, 3))
