@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from arraycomm._arrays.dlpack import offered
+from arraycomm._arrays.exchange import exchange
 from arraycomm._training.comparison.constants import OF_A_RANK, constants_of
 from arraycomm._training.comparison.verification import Inputs, is_private, plain, scalar
 from arraycomm._trees.pytrees import flatten
@@ -102,3 +104,5 @@ def _arrays_in(tree: Any, name: str, numbers: Any = float) -> Iterator[tuple[str
             yield path, np.asarray(leaf)
         elif hasattr(leaf, "dtype") and hasattr(leaf, "shape"):
             yield path, leaf
+        elif offered(leaf):
+            yield path, exchange(leaf, "numpy")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -110,6 +111,23 @@ def test_results_are_what_the_namespace_makes(call: str) -> None:
         assert np.array_equal(np.asarray(getattr(result, "data", result)), expected)
 
     run(2, check)
+
+
+@pytest.mark.parametrize("differ", [False, True])
+def test_parameters_that_show_dlpack_alone_are_compared(differ: bool) -> None:
+    def check(comm: Communicator) -> None:
+        array = np.full(3, float(comm.rank * differ))
+        optimizer = ac.DistributedOptimizer(lambda params, grads: grads, comm=comm)
+        params = [remote(array) if differ or comm.rank else array]
+        with pytest.raises(ac.MismatchError, match=r"params\[0\]") if differ else nullcontext():
+            optimizer(params, [np.ones(3)])
+
+    def remote(array: np.ndarray) -> Mine:
+        shown = Mine(array, _namespace())
+        del shown.dtype
+        return shown
+
+    run(3, check)
 
 
 @pytest.mark.parametrize("kind", ["nothing", "too long"])
