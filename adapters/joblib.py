@@ -12,7 +12,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Final
@@ -23,6 +22,7 @@ from joblib.parallel import AutoBatchingMixin, ParallelBackendBase, SequentialBa
 
 import arraycomm as ac
 from arraycomm._arrays.typing import T
+from arraycomm._errors import forgiving
 from arraycomm._jobs.process import cloudpickle, outcome_of
 
 __all__ = ["run"]
@@ -166,7 +166,7 @@ class _Team:
     def forget(self) -> None:
         """See the errors of receives that end with the communicator, which are no news."""
         for request in (work for _, work in self._busy.values() if isinstance(work, ac.Request)):
-            with suppress(Exception):
+            with forgiving:
                 request.wait()
 
     def wait_for(self, job: _Job, timeout: float | None) -> None:

@@ -9,13 +9,14 @@ import enum
 import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any, Final
 
 import numpy as np
 from scipy import optimize, sparse
 
 import arraycomm as ac
+from arraycomm._errors import forgiving
 
 __all__ = ["least_squares", "minimize"]
 
@@ -281,7 +282,7 @@ class _Team:
             if kind is _Kind.FAILED:
                 self._fail_together()
             # Rank 0 may go on behind an error: a method of the user's may expect it.
-            with suppress(Exception), self._known_to_all():
+            with forgiving, self._known_to_all():
                 if kind is _Kind.CALLBACK:
                     self._take_callback(self._comm.bcast_object(None))
                 else:

@@ -21,8 +21,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from inspect import CO_VARARGS
+from typing import Final
 
-from arraycomm._callsite import raised_by_us
+from arraycomm._callsite import is_ours, raised_by_us
 
 
 class ArrayCommError(RuntimeError):
@@ -117,8 +119,57 @@ def text_of(error: BaseException) -> str:
     """Return an exception's message, also if its own `__str__` raises."""
     try:
         return str(error)
-    except Exception:
+    except Exception as raised:
+        raise_interrupt(raised)
         return f"<{type(error).__name__} whose __str__ raises>"
+
+
+def is_interrupt(error: BaseException) -> bool:
+    """Return whether an error is no failure of what was called: Ctrl-C, or of a signal's handler.
+
+    A handler is given the frame that Python calls it from, as no other function is.
+    """
+    if not isinstance(error, Exception):
+        return True
+    step = error.__traceback__
+    while step is not None:
+        frame, step = step.tb_frame, step.tb_next
+        code = frame.f_code
+        # To look at the variables of one that still runs would keep them, and with them the error.
+        if is_ours(code.co_filename) or frame.f_back is None:
+            continue
+        values = frame.f_locals
+        given = [values.get(name) for name in code.co_varnames[: code.co_argcount]]
+        if code.co_flags & CO_VARARGS:
+            given += values.get(code.co_varnames[code.co_argcount + code.co_kwonlyargcount], ())
+        if any(each is frame.f_back for each in given):
+            return True
+    return False
+
+
+def raise_interrupt(error: Exception, *others: type[Exception]) -> None:
+    """Raise an error again if it is an interrupt, or of one of the `others`.
+
+    For an `except` block that goes on, or raises something else.
+    """
+    if isinstance(error, others) or is_interrupt(error):
+        try:
+            raise error
+        finally:
+            # Its traceback has this frame, and with it the caller's arrays.
+            del error
+
+
+class _Forgiving:
+    def __enter__(self) -> None:
+        """Nothing is needed."""
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        return error is not None and not is_interrupt(error)
+
+
+# Goes on behind a block that fails, unless it is interrupted.
+forgiving: Final = _Forgiving()
 
 
 def chain_of(error: BaseException | None) -> Iterator[BaseException]:

@@ -122,6 +122,13 @@ class Stop(BaseException):
     """What interrupts a wait, as Ctrl-C does."""
 
 
+class TimeUpError(Exception):
+    """What the handler of an alarm raises, which is no `BaseException` alone."""
+
+
+INTERRUPTS = st.sampled_from((Stop, TimeUpError))
+
+
 def by_its_limit(c: Communicator, call: Call) -> None:
     call(c, 0.02)
 
@@ -160,10 +167,15 @@ BEGIN |= {("calls", f"{name}_object") for name in ("send", "recv", "isend", "ire
 
 
 class Moments:
-    """Counts the moments at which this thread can be interrupted in a part of the library; stops at one."""
+    """Counts the moments at which this thread can be interrupted in a part of the library; stops at one.
 
-    def __init__(self, last: int = -1, part: str = PACKAGE) -> None:
-        self.last, self.count, self._part = last, 0, part
+    Python calls it as it does a signal's handler: with the frame that it interrupts.
+    """
+
+    def __init__(
+        self, last: int = -1, part: str = PACKAGE, raises: type[BaseException] = Stop
+    ) -> None:
+        self.last, self.count, self._part, self._raises = last, 0, part, raises
         # Whether a call had begun when it stopped.
         self.inside = False
         self._before: tuple[Any, int] | None = None
@@ -180,16 +192,18 @@ class Moments:
                 if self.count == self.last:
                     began = dis.opname[code.co_code[before[1]]] == "RESUME"
                     self.inside = has_begun(frame.f_back if began else frame)
-                    raise Stop
+                    raise self._raises
         return self
 
     def of(self, call: Callable[[], Any]) -> Any:
-        before = sys.gettrace()
+        before, reached = sys.gettrace(), self.count >= self.last
         sys.settrace(self)
         try:
-            return call()
+            result = call()
         finally:
             sys.settrace(before)
+        assert reached or self.count < self.last, "the interrupt is lost"
+        return result
 
 
 def has_begun(frame: Any) -> bool:
@@ -284,10 +298,11 @@ class GivingUp:
         name=st.sampled_from(sorted(set(made(0)) - {"dup"})),
         count=st.sampled_from(COUNTS),
         moment=st.integers(1, 12) | st.floats(0, 1),
+        raises=INTERRUPTS,
         timeout=TIMEOUT,
     )
     def test_an_interrupt_at_any_moment_leaves_nobody_a_wrong_result(
-        self, comm: Communicator, first: int, name: str, count: int, moment: float
+        self, comm: Communicator, first: int, name: str, count: int, moment: float, raises: Any
     ) -> None:
         c, patient, seen = comm.dup(timeout=1.0), comm.dup(), Moments()
         call, later = made(count)[name], made(count, comm.rank + 2.0)[name]
@@ -298,13 +313,13 @@ class GivingUp:
         call(c, None)
         # One of the first, before the others can know of the call; or any.
         last = moment if isinstance(moment, int) else 1 + int(moment * seen.count)
-        stopping = Moments(last if comm.rank == first else -1)
+        stopping = Moments(last if comm.rank == first else -1, raises=raises)
         begun, stopped = internals.steps(c), False
         comm.barrier()
         with suppress(ac.ArrayCommError):
             try:
                 np.testing.assert_equal(stopping.of(lambda: call(c, None)), wants[1])
-            except Stop:
+            except raises:
                 stopped = True
                 internals.engine(c).outcomes.open.clear()
             if stopped and internals.steps(c) == begun:
@@ -322,10 +337,18 @@ class GivingUp:
         count=st.sampled_from(COUNTS),
         before=st.integers(0, 3),
         moment=st.integers(1, 12) | st.floats(0, 1),
+        raises=INTERRUPTS,
         timeout=TIMEOUT,
     )
     def test_a_message_interrupted_at_any_moment_leaves_nobody_a_wrong_result(
-        self, comm: Communicator, first: int, way: str, count: int, before: int, moment: float
+        self,
+        comm: Communicator,
+        first: int,
+        way: str,
+        count: int,
+        before: int,
+        moment: float,
+        raises: Any,
     ) -> None:
         c, patient, seen = comm.dup(timeout=1.0), comm.dup(), Moments()
         calls = [message(count, number)[way] for number in range(before + 3)]
@@ -337,14 +360,15 @@ class GivingUp:
         # To count them takes long.
         np.testing.assert_equal(seen.of(lambda: call(patient, [])), wanted(c))
         last = moment if isinstance(moment, int) else 1 + int(moment * seen.count)
-        stopping, under_way = Moments(last if comm.rank == first else -1), list[Any]()
+        stopping = Moments(last if comm.rank == first else -1, raises=raises)
+        under_way = list[Any]()
         call, wanted = calls[before + 1]
         comm.barrier()
         # A request raises an interrupt of its steps to all who wait for it.
-        with suppress(ac.ArrayCommError, Stop):
+        with suppress(ac.ArrayCommError, raises):
             try:
                 got = stopping.of(lambda: call(c, under_way))
-            except Stop:
+            except raises:
                 assert internals.is_closed(c) or not stopping.inside
                 assert compiled is None or not internals.engine(c).turn.locked()
                 if not under_way:

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 
+import arraycomm as ac
 from arraycomm._arrays.views import view
-from arraycomm._errors import name_operation, naming
+from arraycomm._errors import is_interrupt, name_operation, naming
+from arraycomm._transports.threads import make_group
+from properties.test_giving_up_laws import TimeUpError
+from tests.support import internals
 
 
 def raised(call: Callable[[], Any], *, skip: int = 2) -> Exception:
@@ -83,3 +89,58 @@ def test_a_block_can_be_named() -> None:
 
     with pytest.raises(TypeError, match=r"^exchange: x must be an array"), naming("bcast"):
         exchange(None, "numpy")
+
+
+# What a signal's handler raises
+
+
+def handler(number: int, frame: Any, limit: float = 1.0) -> None:
+    raise TimeUpError(limit)
+
+
+class Handler:
+    """Is none any more when it raises."""
+
+    def __call__(self, number: int, frame: Any) -> None:
+        signal.signal(number, signal.SIG_IGN)
+        handler(number, None)
+
+
+class Late:
+    """Has its time over while it is read."""
+
+    dtype, shape = np.dtype(np.float32), (3,)
+
+    def read(self, *_: Any, **__: Any) -> Any:
+        signal.raise_signal(signal.SIGUSR1)
+        return 1, 0
+
+    __reduce__ = __dlpack__ = __dlpack_device__ = read
+
+
+CALLS = {
+    "array": lambda c: c.allreduce(Late()),
+    "object": lambda c: c.bcast_object(Late()),
+    "sendrecv": lambda c: c.sendrecv(Late(), 0, 0),
+    "tree": lambda c: ac.allreduce_tree({"x": np.ones(3), "y": Late()}, comm=c),
+    "difference": lambda c: ac.raise_on_difference([Late()], comm=c),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_what_a_handler_raises_leaves_a_call_as_it_is(name: str) -> None:
+    before = signal.getsignal(signal.SIGUSR1)
+    try:
+        for each in (
+            handler,
+            Handler(),
+            partial(handler, limit=2.0),
+            lambda *args: handler(*args, 3.0),
+        ):
+            signal.signal(signal.SIGUSR1, each)
+            with pytest.raises(TimeUpError) as caught:
+                CALLS[name](internals.communicator(make_group(1)[0]))
+            assert is_interrupt(caught.value)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert not is_interrupt(raised(lambda: handler(0, None)))

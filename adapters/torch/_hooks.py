@@ -16,7 +16,6 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import lru_cache, partial
 from typing import Any, Final
 
@@ -27,6 +26,7 @@ from torch.autograd import Variable
 import arraycomm as ac
 from arraycomm._communicator import group_of
 from arraycomm._entries import opaque
+from arraycomm._errors import forgiving, raise_interrupt
 from arraycomm._launch.places import cores
 from arraycomm.adapters.torch._backward import Backward, enclosing_node
 from arraycomm.adapters.torch._parameters import Parameters, kept_gradient
@@ -211,7 +211,7 @@ class BackwardReducer:
         Now, since a backward pass calls hooks of known ones alone.
         """
         if self.backward is None and not self._parameters.stepping:
-            with suppress(Exception):
+            with forgiving:
                 self.look()
             self._parameters.rest()
 
@@ -252,6 +252,7 @@ class BackwardReducer:
             for reduced in reductions if self.gradients.virtual is None else ():
                 self._reducer.take(reduced, unless_changed=not backward.late)
         except Exception as error:
+            raise_interrupt(error)
             self._error = error
         finally:
             self._parameters.forget_sent()

@@ -16,6 +16,7 @@ from torch.distributed import Work
 
 import arraycomm as ac
 from arraycomm._entries import untraced
+from arraycomm._errors import is_interrupt
 
 # Polls of a message in which nothing but the core is given up; then the wait sleeps between polls.
 _POLLS: Final = 2000
@@ -93,7 +94,7 @@ class Call(_Awaitable):
             self._call()
         except BaseException as error:
             self._error = error
-            if not isinstance(error, Exception):
+            if is_interrupt(error):
                 raise
         finally:
             self._call = None

@@ -20,7 +20,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from arraycomm._dtypes import BY_DLPACK, TABLE, DType
-from arraycomm._errors import text_of
+from arraycomm._errors import raise_interrupt, text_of
 
 HOST: Final = frozenset((1, 3, 11))  # kDLCPU and the pinned host memory of CUDA and ROCm
 CUDA: Final = frozenset((2, 10, 13))  # kDLCUDA, kDLROCM, kDLCUDAManaged: CuPy's devices
@@ -111,9 +111,8 @@ def attribute(x: Any, name: str, label: str) -> Any:
     """Return an attribute of `x`, None if it has none."""
     try:
         return getattr(x, name, None)
-    except MemoryError:
-        raise
     except Exception as error:
+        raise_interrupt(error, MemoryError)
         raise BufferError(f"{label}.{name} raised {describe(error)}") from error
 
 
@@ -130,9 +129,8 @@ def device_of(x: Any, label: str) -> tuple[int, int]:
         kind, index = x.__dlpack_device__()
         # Paddle gives no index of the host.
         return operator.index(kind), 0 if index is None else operator.index(index)
-    except MemoryError:
-        raise
     except Exception as error:
+        raise_interrupt(error, MemoryError)
         raise BufferError(
             f"{label}.__dlpack_device__() must return (device type, device id); "
             f"it raised {describe(error)}"
@@ -158,9 +156,8 @@ def request(x: Any, keyword_fallbacks: tuple[dict[str, Any], ...], label: str) -
     for keywords in keyword_fallbacks:
         try:
             return x.__dlpack__(**keywords)
-        except MemoryError:
-            raise
         except Exception as error:
+            raise_interrupt(error, MemoryError)
             if isinstance(error, TypeError) and keywords is not keyword_fallbacks[-1]:
                 continue
             raise BufferError(f"{label}.__dlpack__() raised {describe(error)}") from error

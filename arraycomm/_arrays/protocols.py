@@ -13,6 +13,7 @@ from arraycomm._arrays.buffer import Array, BufferView, to_native
 from arraycomm._arrays.frameworks.cupy import as_cupy, read_cupy
 from arraycomm._arrays.frameworks.namespace import to_namespace
 from arraycomm._arrays.frameworks.python import no_array
+from arraycomm._errors import raise_interrupt
 
 _NAMES: Final = "__dlpack__, __array_interface__, __cuda_array_interface__"
 
@@ -89,9 +90,8 @@ def _through_cupy(x: Any, label: str) -> BufferView:
         ) from error
     try:
         found = read_cupy(as_cupy(x), label)
-    except (BufferError, MemoryError):
-        raise
     except Exception as error:
+        raise_interrupt(error, BufferError, MemoryError)
         raise BufferError(f"{label} cannot be read by CuPy: {dlpack.describe(error)}") from error
     found.source = x
     return found

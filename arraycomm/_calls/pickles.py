@@ -11,6 +11,7 @@ import numpy as np
 
 from arraycomm._arrays.dlpack import describe
 from arraycomm._arrays.exchange import exchange
+from arraycomm._errors import raise_interrupt
 from arraycomm._protocol.announced import check_pickle
 from arraycomm._transports.base import Bytes
 
@@ -31,9 +32,8 @@ def dumps(obj: Any, name: str = "obj", remedy: str = _PARTS) -> Bytes:
     stream = io.BytesIO()
     try:
         _Pickler(stream, pickle.HIGHEST_PROTOCOL).dump(obj)
-    except MemoryError:
-        raise
     except Exception as error:
+        raise_interrupt(error, MemoryError)
         raise TypeError(f"{name} cannot be pickled ({describe(error)}); {remedy}") from error
     return np.frombuffer(stream.getbuffer(), np.uint8)
 

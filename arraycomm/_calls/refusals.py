@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from arraycomm._arrays.frameworks import BY_NAME
 from arraycomm._arrays.results import to_framework
 from arraycomm._arrays.views import result_prototype, view
 from arraycomm._dtypes import BY_DTYPE, DType, name_of
-from arraycomm._errors import PeerError
+from arraycomm._errors import PeerError, raise_interrupt
 from arraycomm._protocol.agreement import UndeliveredError
 from arraycomm._protocol.announced import malformed
 
@@ -30,12 +30,29 @@ _CODES: Final = {row.name: code for code, row in BY_CODE.items()}
 _UNKNOWN: Final = view(np.empty(0))
 
 
+class Wanted(NamedTuple):
+    """What a result is like, what is wrong with that, and whether it is a Python object."""
+
+    kind: BufferView
+    wrong: Exception | None
+    pickled: bool = False
+
+
 def wanted_kind(x: Any, like: Any, out: Any) -> BufferView:
     """Return a view that tells what the result is like; its elements do not matter."""
     for name, example in (("x", x), ("like", like), ("out", out)):
         if example is not None:
             return result_prototype(example, name)
     return _UNKNOWN
+
+
+def wanted_like(like: Any, out: Any) -> Wanted:
+    """Return what the result is like, and the error in that: the message is taken all the same."""
+    try:
+        return Wanted(wanted_kind(None, like, out), None)
+    except Exception as error:
+        raise_interrupt(error)
+        return Wanted(wanted_kind(None, None, None), error)
 
 
 def framework_code(source: BufferView) -> int:

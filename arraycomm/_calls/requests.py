@@ -9,7 +9,7 @@ from arraycomm._arrays.typing import T, T_co
 from arraycomm._callsite import CallSite, trim
 from arraycomm._checks import check_seconds
 from arraycomm._entries import entry, opaque
-from arraycomm._errors import CommTimeoutError
+from arraycomm._errors import CommTimeoutError, raise_interrupt
 from arraycomm._protocol.engine import NotFinishedError
 from arraycomm._protocol.group import Group
 from arraycomm._protocol.task import Task
@@ -256,6 +256,7 @@ def wait_for_each(pending: Iterable[Pending]) -> list[Any]:
         try:
             results.append(each.wait())
         except Exception as error:
+            raise_interrupt(error)
             errors.append(error)
     if errors:
         raise errors[0]

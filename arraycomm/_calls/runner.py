@@ -17,7 +17,7 @@ from arraycomm._calls.placement import HostPlacement, Placements
 from arraycomm._calls.requests import Ended, Request, noting
 from arraycomm._calls.statistics import Statistics
 from arraycomm._callsite import call_site, describe_raise, find_call_site, trim
-from arraycomm._errors import name_operation
+from arraycomm._errors import is_interrupt, name_operation
 from arraycomm._prepared.fast_paths import FastPaths
 from arraycomm._protocol.agreement import Agreement, UndeliveredError, agree, fail_in_step
 from arraycomm._protocol.engine import Engine
@@ -147,9 +147,9 @@ class Runner:
 
         The call may have been at any point, so that the next one would not fit those of the others.
         """
-        trim(error)
-        if not isinstance(error, Exception):
+        if is_interrupt(error):
             self.group.close(error)
+        trim(error)
 
     def set_guard(self, guard: Guard | None) -> None:
         """Have a guard asked before every call, or none."""
@@ -207,15 +207,15 @@ class Runner:
             self.guard.check(name)
         try:
             operation = prepare(None)
-        except Exception as error:
+        except BaseException as error:
+            if not isinstance(error, Exception) or is_interrupt(error):
+                group.close(error)
+                raise
             self.statistics.count(name)
             if self.guard is not None:
                 self.guard.note_error(error)
             name_operation(error, name)
             return self._failing(name, [error], describe_raise(error))
-        except BaseException as error:
-            group.close(error)
-            raise
         self.statistics.count(name, operation.nbytes, operation.copies)
         # What waits behind other calls may be begun by another thread.
         site = site or (call_site() if group.engine.queue else None)

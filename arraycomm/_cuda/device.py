@@ -17,7 +17,7 @@ from arraycomm._cuda.driver import NOT_READY, call, check, status_of
 from arraycomm._cuda.kernels import Kernels, Shown
 from arraycomm._cuda.streams import cupy_stream
 from arraycomm._dtypes import DType
-from arraycomm._errors import BackendUnavailableError, TransportError
+from arraycomm._errors import BackendUnavailableError, TransportError, raise_interrupt
 from arraycomm._protocol.mismatch import name_ranks, ranks_of
 
 # cudaErrorInsufficientDriver
@@ -33,6 +33,7 @@ def missing() -> str | None:
     try:
         import cupy
     except Exception as error:
+        raise_interrupt(error)
         return (
             f"CuPy cannot be imported ({error}); install it, for CUDA 12 with: "
             "pip install cupy-cuda12x"

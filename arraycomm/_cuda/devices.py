@@ -39,7 +39,7 @@ from arraycomm._cuda.placement import (
 )
 from arraycomm._cuda.prepared import Found, Make, PreparedCall, Recording, result_of
 from arraycomm._cuda.streams import LEASES
-from arraycomm._errors import BackendUnavailableError
+from arraycomm._errors import BackendUnavailableError, raise_interrupt
 from arraycomm._native import compiled
 from arraycomm._protocol.agreement import Agreement
 from arraycomm._protocol.details import exchange_details
@@ -410,6 +410,7 @@ class Devices(Placements):
         try:
             yield
         except Exception as error:
+            raise_interrupt(error)
             group.deferred_error = group.deferred_error or error
             group.close(error)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, Final, NamedTuple, NoReturn
 from weakref import finalize
@@ -30,6 +30,7 @@ from arraycomm._cuda.links.libnccl import Call
 from arraycomm._cuda.links.nccl_link import NcclLink
 from arraycomm._cuda.placement import DevicePlacement, Streams
 from arraycomm._dtypes import DType
+from arraycomm._errors import forgiving
 from arraycomm._native import compiled
 from arraycomm._protocol.group import Group
 from arraycomm._transports.base import Flat, Steps
@@ -338,7 +339,7 @@ class PreparedCall:
         It may be beside what the caller does meanwhile.
         """
         # What is wrong with them is told by the full call.
-        with suppress(Exception):
+        with forgiving:
             return self._look(arrays, out, beside)
         return None
 

@@ -16,7 +16,7 @@ from arraycomm._cuda.links.link import LoneLink
 from arraycomm._cuda.links.link import Nothing as Nowhere
 from arraycomm._cuda.links.nccl_link import NcclLink, let_share, lets_share, refuse_sharing
 from arraycomm._cuda.links.staged_link import HostStagedLink
-from arraycomm._errors import BackendUnavailableError, TransportError
+from arraycomm._errors import BackendUnavailableError, TransportError, raise_interrupt
 from arraycomm._protocol.details import Detail, Nothing, exchange_details
 from arraycomm._protocol.group import Group
 from arraycomm._protocol.waits import clock
@@ -64,6 +64,7 @@ def capabilities(group: Group, request: DeviceRequest) -> DeviceCapabilities:
     try:
         return _capabilities(group, request)
     except Exception as error:
+        raise_interrupt(error)
         reason = f"{type(error).__name__}: {error}"
         return DeviceCapabilities(reason, reason)
 

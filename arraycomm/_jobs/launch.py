@@ -22,7 +22,7 @@ from arraycomm._arrays.typing import T, Ts
 from arraycomm._checks import check_at_least, check_seconds
 from arraycomm._communicator import Communicator
 from arraycomm._entries import entry
-from arraycomm._errors import PeerError, text_of
+from arraycomm._errors import PeerError, raise_interrupt, text_of
 from arraycomm._jobs.job import GRACE
 from arraycomm._jobs.launchers import without_launcher
 from arraycomm._jobs.output import Lines, Target, write_all
@@ -175,6 +175,7 @@ def _pickled(fn: Any, args: tuple[Any, ...]) -> bytes:
     try:
         data: bytes = (by_value or pickle).dumps((fn, args))
     except Exception as error:
+        raise_interrupt(error)
         rest = "" if by_value else "; install cloudpickle, or define them in a module"
         raise TypeError(f"{cannot} ({type(error).__name__}: {text_of(error)}){rest}") from error
     if by_value is None and b"__main__" in data:

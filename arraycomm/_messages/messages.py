@@ -16,17 +16,25 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
-from arraycomm._arrays.buffer import BufferView
 from arraycomm._arrays.views import view
 from arraycomm._calls.arguments import check_rank
 from arraycomm._calls.pickles import dumps, loads
 from arraycomm._calls.placement import DeferredResultBuffer, Destination, HostPlacement, flatten
-from arraycomm._calls.refusals import wanted_kind
+from arraycomm._calls.refusals import Wanted, wanted_kind, wanted_like
 from arraycomm._calls.requests import Request, wait_for_each
 from arraycomm._calls.runner import Runner
 from arraycomm._callsite import call_site, describe_raise, trim
 from arraycomm._checks import check_at_least, check_seconds
-from arraycomm._errors import MismatchError, PeerError, TransportError, name_operation, naming
+from arraycomm._errors import (
+    MismatchError,
+    PeerError,
+    TransportError,
+    forgiving,
+    is_interrupt,
+    name_operation,
+    naming,
+    raise_interrupt,
+)
 from arraycomm._messages import envelopes
 from arraycomm._messages.fast_messages import FastReceive, FastSend, MessageWait, beside
 from arraycomm._messages.matching import ANY_SOURCE, ANY_TAG, PROC_NULL, Matcher, Probe, Status
@@ -88,14 +96,6 @@ class Outgoing(NamedTuple):
     data: Bytes | None
     nbytes: int
     copies: int
-
-
-class Wanted(NamedTuple):
-    """What a result is like, what is wrong with that, and whether it is a Python object."""
-
-    kind: BufferView
-    wrong: Exception | None
-    pickled: bool = False
 
 
 _Pending = Request | _Finished
@@ -208,7 +208,8 @@ class Messenger:
         sending = self._send_awaited(x, dest, tag, timeout, out)
         try:
             receiving = self._recv_awaited(source, tag, like, out, status, timeout=timeout)
-        except Exception:
+        except Exception as error:
+            raise_interrupt(error)
             # What the other rank sends is taken all the same, so that no later call gets it.
             with suppress(PeerError):
                 self._wait("send", sending, *self._taken(source, tag))
@@ -256,10 +257,9 @@ class Messenger:
 
     def _taken(self, source: Any, tag: Any) -> list[_Pending]:
         """Begin to receive a message that nobody gets; none if there is no such rank or tag."""
-        try:
+        with forgiving:
             return [self._recv_awaited(source, tag, None, None, None, timeout=None)]
-        except Exception:
-            return []
+        return []
 
     def _send_awaited(
         self, x: Any, dest: Any, tag: int, timeout: float | None, out: Any = None
@@ -303,7 +303,7 @@ class Messenger:
             return list(self._timed(operation, wait_for_each, requests))
         except BaseException as error:
             for request in requests:
-                if not isinstance(error, Exception) and isinstance(request, Request):
+                if is_interrupt(error) and isinstance(request, Request):
                     request.give_up(error)
             raise
 
@@ -497,9 +497,9 @@ class Messenger:
 
         Nobody knows then which messages have gone, and the next one would be taken for this one.
         """
-        trim(error)
-        if isinstance(error, TransportError) or not isinstance(error, Exception):
+        if isinstance(error, TransportError) or is_interrupt(error):
             self._fail(error)
+        trim(error)
 
     def _fail(self, error: BaseException) -> None:
         """End the group, for a message has failed in the middle of its steps."""
@@ -530,10 +530,9 @@ class Messenger:
 
     def _outgoing(self, x: Any, out: Any = None) -> Outgoing | None:
         """Return `read`, or None if there is something wrong with the array."""
-        try:
+        with forgiving:
             return self.read(x, out)
-        except Exception:
-            return None
+        return None
 
     def read(self, x: Any, *outs: Any) -> Outgoing:
         """Return an array on its way, which may be written to as one of `outs` meanwhile."""
@@ -652,7 +651,7 @@ class Messenger:
         try:
             result = envelopes.short_result(envelope, out, status) if wanted is None else None
             if result is None:
-                wanted = wanted or _wanted(None, out)
+                wanted = wanted or wanted_like(None, out)
                 result = yield from self._take(envelope, status.source, wanted, out, status)
             return result
         finally:
@@ -703,14 +702,11 @@ class Messenger:
 
 def _may_change(data: Bytes, out: Any) -> bool:
     """Return whether elements may change when `out` is written to."""
-    if out is None:
-        return False
-    try:
-        into = view(out, "out")
-    except Exception:
-        # The receive raises it, and writes nothing.
-        return False
-    return into.copied or bool(np.may_share_memory(data, into.array))
+    # What is wrong with it is raised by the receive, which writes nothing then.
+    with forgiving:
+        into = None if out is None else view(out, "out")
+        return into is not None and (into.copied or np.may_share_memory(data, into.array))
+    return False
 
 
 def _send_error(group: Group, error: Exception, dest: int, tag: int) -> Steps:
@@ -721,19 +717,11 @@ def _send_error(group: Group, error: Exception, dest: int, tag: int) -> Steps:
 
 
 def _wanted_of(like: Any, out: Any) -> Wanted | None:
-    """Return `_wanted`; None for NumPy arrays, which can be checked when the message is here."""
+    """Return `wanted_like`; None for NumPy arrays, which can be checked later."""
     if isinstance(like, Pickled):
         return Wanted(wanted_kind(None, None, None), None, pickled=True)
     plain = like is None and (out is None or type(out) is np.ndarray)
-    return None if plain else _wanted(like, out)
-
-
-def _wanted(like: Any, out: Any) -> Wanted:
-    """Return what the result is like, and the error in that: the message is taken all the same."""
-    try:
-        return Wanted(wanted_kind(None, like, out), None)
-    except Exception as error:
-        return Wanted(wanted_kind(None, None, None), error)
+    return None if plain else wanted_like(like, out)
 
 
 def _nothing(result: Any = None) -> Steps:

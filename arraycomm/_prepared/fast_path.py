@@ -27,7 +27,7 @@ from arraycomm._calls.runner import OperationClass, Runner
 from arraycomm._calls.statistics import Count
 from arraycomm._callsite import call_site
 from arraycomm._collectives.reductions import Allreduce
-from arraycomm._errors import ConcurrentUseError
+from arraycomm._errors import ConcurrentUseError, forgiving, raise_interrupt
 from arraycomm._prepared.exchanged import Exchanged, nbytes_of
 from arraycomm._prepared.fast_paths import ONCE, FastPath
 from arraycomm._prepared.on_device import DevicePath
@@ -109,7 +109,8 @@ def _find(
         kinds = (getattr(x, "is_cuda", None), place, *map(type, rest))
         key = (operation, *array, kinds, *rest)
         return key, runner.fast_paths.find(key)
-    except Exception:
+    except Exception as error:
+        raise_interrupt(error)
         # The full call checks x, and lets the other ranks know of an error.
         return None, None
 
@@ -152,7 +153,7 @@ def _remember(
         # Another thread may be in a call by now.
         with suppress(ConcurrentUseError), runner.group.turn():
             path: FastPath | None = None
-            with suppress(Exception):
+            with forgiving:
                 context = Context(runner.group, runner.placements)
                 made = operation(context, *kind.arguments(x, rest, out))
                 if guard is not None:
@@ -186,7 +187,7 @@ def _keep_on_device(runner: Runner, call: Call, x: Any, out: Any, kind: type[Exc
     path = FastPath()
     # What is wrong with that is no matter of the call which has just succeeded, and another thread
     # may be in a call by now.
-    with suppress(Exception), group.turn():
+    with forgiving, group.turn():
         found = runner.placements.prepare(make, kind.arrays(x), out)
         step = found and kind.fits(call, found[1]) and step_on_device(group, found[1])
         path = DevicePath(runner, call, step, found, kind) if step else path
@@ -202,7 +203,7 @@ def keep_allreduce(runner: Runner, key: tuple[Any, ...], x: Any, op: str) -> Non
     if not _may_keep(runner, x):
         return
     # An array that cannot be looked at a second time has no fast path.
-    with suppress(Exception):
+    with forgiving:
         source = view(x)
         form = Form(source.dtype, source.shape)
         large = nbytes_of(form) > group.inline_bytes
@@ -347,7 +348,8 @@ class SmallCall(Exchanged):
                 return found
             source = view(x)
             into = None if out is None or gets is None else view_out(out, gets.shape, gets.dtype)
-        except Exception:
+        except Exception as error:
+            raise_interrupt(error)
             return None
         # One that had to be copied may be on a device, where the full call leaves it.
         copied = source.copied or (into is not None and into.copied)
@@ -417,7 +419,8 @@ class LargeAllreduce(Exchanged):
                 return NotImplemented
             if not Destination(source, out, own).takes(target):
                 return NotImplemented
-        except Exception:
+        except Exception as error:
+            raise_interrupt(error)
             return NotImplemented
         if not self._reduce(own, target):
             return NotImplemented

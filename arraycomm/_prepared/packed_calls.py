@@ -9,6 +9,7 @@ from arraycomm._calls.runner import Runner
 from arraycomm._calls.statistics import Count
 from arraycomm._collectives.neighbors import NeighborAlltoall
 from arraycomm._collectives.objects import ObjectOperation
+from arraycomm._errors import is_interrupt
 from arraycomm._prepared.exchanged import Exchanged
 from arraycomm._prepared.steps import Call, Step
 
@@ -47,9 +48,9 @@ class PackedCall(Exchanged):
     def __call__(self, x: Packed, out: Any) -> Any:
         try:
             data = x.packed(self._group.inline_bytes) if self._sends else b""
-        except Exception:
-            return NotImplemented
         except BaseException as error:
+            if not is_interrupt(error):
+                return NotImplemented
             # As in a full call: the other ranks wait for the object.
             self.give_up(error)
             raise

@@ -12,6 +12,7 @@ from arraycomm._arrays.results import to_framework
 from arraycomm._arrays.views import view
 from arraycomm._calls.runner import OperationClass, Runner
 from arraycomm._calls.statistics import Count
+from arraycomm._errors import raise_interrupt
 from arraycomm._folds import fold
 from arraycomm._prepared.exchanged import Exchanged, nbytes_of
 from arraycomm._prepared.fast_path import call
@@ -42,7 +43,8 @@ def call_tree(
     """
     try:
         given = Given(by, tree, place)
-    except Exception:
+    except Exception as error:
+        raise_interrupt(error)
         # The full call looks at it more closely, and lets the other ranks know of an error.
         return runner.call_within(timeout, operation, by, tree, *rest)
     return call(runner, timeout, operation, given, rest, None, SmallTree)
@@ -132,7 +134,8 @@ class SmallTree(Exchanged):
             if self._has_gaps:
                 sent.fill(0)
             likes = self._fill(leaves, slots, sent)
-        except Exception:
+        except Exception as error:
+            raise_interrupt(error)
             return NotImplemented
         if likes is None:
             return NotImplemented

@@ -14,7 +14,13 @@ from functools import partial
 from itertools import takewhile
 from typing import Any, NoReturn
 
-from arraycomm._errors import CommunicatorClosedError, ConcurrentUseError, TransportError, text_of
+from arraycomm._errors import (
+    CommunicatorClosedError,
+    ConcurrentUseError,
+    TransportError,
+    raise_interrupt,
+    text_of,
+)
 from arraycomm._native import compiled
 from arraycomm._protocol.task import Task
 from arraycomm._protocol.waits import clock
@@ -316,7 +322,8 @@ class Engine:
         def watch_or_go_on(waited: float) -> None:
             try:
                 (watch or self._watch_call)(waited)
-            except Exception:
+            except Exception as error:
+                raise_interrupt(error)
                 if _withdrawn(handle):
                     raise
 
@@ -386,6 +393,7 @@ class Engine:
                             return False
                     self._after_wait()
                 except Exception as error:
+                    raise_interrupt(error)
                     if not _withdrawn(task.waiting):
                         return False
                     self.interrupted = task.waiting

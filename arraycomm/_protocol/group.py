@@ -16,6 +16,7 @@ from arraycomm._errors import (
     MismatchError,
     PeerError,
     TransportError,
+    is_interrupt,
     text_of,
 )
 from arraycomm._protocol.agreement import UndeliveredError
@@ -240,7 +241,7 @@ class Group:
         waiting = self.engine.interrupted
         on_control = waiting is self.control and self.control.shared
         # An interrupt may also come between the beginning of a movement and the wait for it.
-        begun = waiting is not None or not isinstance(error, Exception)
+        begun = waiting is not None or is_interrupt(error)
         self.unfinished = begun and not on_control
         self.end(error)
         in_vain = isinstance(error, CommTimeoutError) and not isinstance(error, DeadlockError)

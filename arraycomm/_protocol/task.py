@@ -7,6 +7,7 @@ import threading
 from typing import Any
 
 from arraycomm._callsite import CallSite
+from arraycomm._errors import is_interrupt, raise_interrupt
 from arraycomm._protocol.waits import clock
 from arraycomm._protocol.waits.outcomes import Outcome, Outcomes
 from arraycomm._protocol.waits.waiting import Watch
@@ -18,7 +19,8 @@ def without_traceback(error: BaseException) -> BaseException:
     try:
         copied = copy.copy(error)
         return copied if type(copied) is type(error) else error
-    except Exception:
+    except Exception as raised:
+        raise_interrupt(raised)
         return error
 
 
@@ -61,7 +63,7 @@ class Task:
         except BaseException as error:
             # Also an interrupt behind the program's part of this; if that has ended, nothing more.
             self.fail(error)
-            if not isinstance(error, Exception):
+            if is_interrupt(error):
                 # Its caller hears of it now.
                 self.outcome.claim()
                 raise

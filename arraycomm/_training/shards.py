@@ -22,6 +22,7 @@ from arraycomm._calls.requests import Request, waitall
 from arraycomm._calls.runner import Runner
 from arraycomm._communicator import Communicator, runner_of
 from arraycomm._dtypes import name_of
+from arraycomm._errors import forgiving
 from arraycomm._protocol.agreement import Agreement
 from arraycomm._protocol.header import LeafSpec, Signature, digest
 from arraycomm._reduce import algorithms
@@ -262,7 +263,7 @@ def _wait(request: Request, later: Sequence[Request]) -> dict[int, Any]:
     try:
         found: dict[int, Any] = request.wait()
     except BaseException:
-        with suppress(Exception):
+        with forgiving:
             waitall(later)
         raise
     return found

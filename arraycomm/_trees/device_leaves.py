@@ -6,7 +6,6 @@ What such a reduction puts on the device after its header may be recorded, and p
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from typing import Any, NamedTuple
 
 from arraycomm._arrays.buffer import BufferView
@@ -15,6 +14,7 @@ from arraycomm._calls.operation import Context, Operation
 from arraycomm._calls.placement import HostPlacement
 from arraycomm._cuda import arrays
 from arraycomm._cuda.placement import CopiedTreePlacement, DevicePlacement
+from arraycomm._errors import forgiving
 from arraycomm._prepared.steps import moving
 from arraycomm._protocol.header import ALL_ON_DEVICE, Signature
 from arraycomm._reduce import algorithms
@@ -130,7 +130,7 @@ def record(
         return made, moving(made, take_apart)
 
     # What is wrong with that is no matter of the call which is made now.
-    with suppress(Exception):
+    with forgiving:
         prepared, _ = context.placements.prepare(recorded, leaves, None)
         return prepared
     return None

@@ -16,6 +16,7 @@ from typing import Any, Final, NamedTuple
 
 from arraycomm._arrays.buffer import type_name
 from arraycomm._arrays.dlpack import describe as describe_error
+from arraycomm._errors import raise_interrupt
 from arraycomm._trees.opened import stays
 from arraycomm._trees.static import Describer, Static, UnknownValueError, texts_of
 
@@ -160,9 +161,8 @@ def _check_derived(fields: Fields, path: str) -> None:
         if here == there:
             return
         reason = ""
-    except MemoryError:
-        raise
     except Exception as error:
+        raise_interrupt(error, MemoryError)
         reason = f": {describe_error(error)}"
     more = ", ".join(name.removeprefix(path).lstrip(", .") for name, _ in fields.further)
     raise TypeError(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -17,6 +16,7 @@ import optree
 
 from arraycomm._arrays.dlpack import offered
 from arraycomm._arrays.results import overlaps_itself
+from arraycomm._errors import forgiving
 from arraycomm._trees.fields import Fields, fields_of, is_dataclass, static_fields
 from arraycomm._trees.keys import describe_keys
 from arraycomm._trees.opened import opened, says_contents, stays
@@ -132,7 +132,7 @@ def _open_module(module: Any, path: str, *, rebuilds: bool) -> Node:
 
 def _described_module(module: Any) -> str:
     text = ""
-    with suppress(Exception):
+    with forgiving:
         text = module.extra_repr()
     return f"{type(module).__qualname__}({'' if ' at 0x' in text else text})"
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from typing import Any, Final
 
 import ml_dtypes
@@ -18,6 +17,7 @@ from arraycomm._calls.operation import Context, Operation, Share
 from arraycomm._calls.placement import HostPlacement
 from arraycomm._checks import check_at_least
 from arraycomm._dtypes import DType, Kind, check_op, kind_of
+from arraycomm._errors import forgiving
 from arraycomm._folds import total_dtype
 from arraycomm._prepared.small_trees import Given, SmallTree
 from arraycomm._protocol.agreement import Agreement
@@ -116,7 +116,7 @@ class AllreduceTree(TreeReduction):
         """Return a tree whose reduction may be recorded, as it is found again."""
         if not self.may_overwrite or self._onto is not None or self._context.given is not None:
             return None
-        with suppress(Exception):
+        with forgiving:
             return Given(None, tree, (self.op, self._bucket_bytes, self._compression))
         return None
 

@@ -23,6 +23,7 @@ from arraycomm._arrays.buffer import Array, type_name
 from arraycomm._arrays.views import view
 from arraycomm._dtypes import name_of as dtype_name
 from arraycomm._dtypes import without_padding
+from arraycomm._errors import raise_interrupt
 from arraycomm._protocol.mismatch import VALUE
 from arraycomm._trees.keys import text_of_value
 from arraycomm._trees.opened import is_generator, stays
@@ -108,9 +109,8 @@ class Describer:
         """Return a text that is the same for equal values on all ranks, and short."""
         try:
             return self._text(value)
-        except (MemoryError, UnknownValueError):
-            raise
         except Exception as error:
+            raise_interrupt(error, MemoryError, UnknownValueError)
             # Of the object's own methods, or since it is nested too deeply.
             raise UnknownValueError(f"{type(error).__name__} in {type_name(value)}") from None
 
@@ -185,9 +185,8 @@ class Describer:
                 state = {name: each for name, each in state.items() if not _is_kept(value, name)}
             parts = [make, arguments, state, list(items or ()), list(pairs or ())]
             return self._several(type(value), map(self._text, parts))
-        except MemoryError:
-            raise
         except Exception as error:
+            raise_interrupt(error, MemoryError)
             text = text_of_value(value)
             if text is None:
                 known = isinstance(error, UnknownValueError)

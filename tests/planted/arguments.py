@@ -79,7 +79,7 @@ ARGUMENTS: Final = (
     ),
     Fault(
         "like is nothing: a message is an array of NumPy whatever is wanted",
-        _MESSAGES,
+        "arraycomm/_calls/refusals.py",
         "        return Wanted(wanted_kind(None, like, out), None)",
         "        return Wanted(wanted_kind(None, None, out), None)",
         _RECEIVED,

@@ -497,7 +497,7 @@ MESSAGES: Final = (
     Fault(
         "interrupted message: a communicator goes on after the call of a message was interrupted",
         "arraycomm/_messages/messages.py",
-        "        if isinstance(error, TransportError) or not isinstance(error, Exception):",
+        "        if isinstance(error, TransportError) or is_interrupt(error):",
         "        if isinstance(error, TransportError):",
         ("a_message_interrupted_at_any_moment_leaves_nobody_a_wrong_result",),
         run="properties/test_giving_up_laws.py",

@@ -162,8 +162,8 @@ HEADERS: Final = (
     Fault(
         "interrupted before its header: a rank's next call meets the one in which it was interrupted",
         "arraycomm/_calls/runner.py",
-        "            self.group.close(error)\n\n    def set_guard",
-        "            pass\n\n    def set_guard",
+        "            self.group.close(error)\n        trim(error)",
+        "            pass\n        trim(error)",
         ("an_interrupt_at_any_moment_leaves_nobody_a_wrong_result",),
     ),
     Fault(

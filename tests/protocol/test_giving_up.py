@@ -16,7 +16,15 @@ import arraycomm as ac
 from arraycomm import Communicator
 from arraycomm._protocol.waits.progress import ProgressThread
 from arraycomm._transports import mailbox, threads
-from properties.test_giving_up_laws import PACKAGE, Moments, Stop, by_an_interrupt, over_rings
+from properties.test_giving_up_laws import (
+    PACKAGE,
+    Moments,
+    Stop,
+    TimeUpError,
+    by_an_interrupt,
+    made,
+    over_rings,
+)
 from tests.support import internals
 from tests.support.on_ranks import alone
 
@@ -81,6 +89,24 @@ def test_nobody_gets_what_a_rank_has_changed_after_it_gave_up(
 
     monkeypatch.setattr(module, "copy", late)
     on_threads(rank, threads.make_group(size))
+
+
+@pytest.mark.parametrize("before", [0, 1, 3])
+@pytest.mark.parametrize("name", ["allreduce", "reduce", "objects", "tree"])
+def test_what_a_handler_raises_is_not_taken_for_a_failure_at_any_moment(
+    name: str, before: int
+) -> None:
+    def rank() -> Callable[[], Any]:
+        c = internals.communicator(threads.make_group(1)[0], timeout=1.0)
+        for _ in range(before):
+            made(3)[name](c, None)
+        return lambda: made(3)[name](c, None)
+
+    (seen := Moments()).of(rank())
+    # The last ones may not come again: what is kept for all communicators is there by then.
+    for last in range(1, seen.count + 1, 1 + seen.count // 60):
+        with suppress(TimeUpError):
+            Moments(last, raises=TimeUpError).of(rank())
 
 
 def on_threads(rank: Callable[[Communicator], None], links: list[Any]) -> None:

@@ -10,6 +10,7 @@ from arraycomm._arrays.buffer import Array, BufferView, type_name
 from arraycomm._arrays.dlpack import describe
 from arraycomm._arrays.frameworks.base import Framework
 from arraycomm._dtypes import BY_NAME, TABLE, DType, name_of
+from arraycomm._errors import raise_interrupt
 
 
 def to_namespace(array: Array, like: BufferView) -> Any:
@@ -18,9 +19,8 @@ def to_namespace(array: Array, like: BufferView) -> Any:
         made = _made(like.source.__array_namespace__(), array)
         _check_dtype(made, name_of(array.dtype))
         return made
-    except MemoryError:
-        raise
     except Exception as error:
+        raise_interrupt(error, MemoryError)
         raise TypeError(
             f"{type_name(like.source)} has an array namespace whose from_dlpack cannot make the "
             f"result, of dtype {name_of(array.dtype)} and shape {array.shape}: {describe(error)}; "

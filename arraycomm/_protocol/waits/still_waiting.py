@@ -9,6 +9,7 @@ from contextlib import suppress
 from typing import Any, Final
 
 from arraycomm._checks import check_seconds
+from arraycomm._errors import forgiving
 from arraycomm._protocol.header import Headers
 from arraycomm._protocol.mismatch import name_ranks, ranks_of
 from arraycomm._protocol.waits.deadlock import WaitStatus
@@ -47,7 +48,7 @@ def report_after() -> float | None:
 
 def say(text: str) -> None:
     """Write to stderr, in one piece; nobody may read it any more."""
-    with suppress(Exception):
+    with forgiving:
         sys.stderr.write(text)
         sys.stderr.flush()
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
+from arraycomm._errors import raise_interrupt
 from arraycomm._protocol.waits import clock
 from arraycomm._transports.base import Handle
 
@@ -87,7 +88,8 @@ def done_after_all(done: Callable[[], bool], watch: Watch, waited: float) -> boo
         look()
     try:
         watch(waited)
-    except Exception:
+    except Exception as error:
+        raise_interrupt(error)
         if not done():
             raise
         return True

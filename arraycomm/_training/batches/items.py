@@ -12,6 +12,7 @@ from array_api_compat import array_namespace, is_array_api_obj, is_jax_array, is
 from arraycomm._arrays.buffer import type_name
 from arraycomm._arrays.dlpack import describe, offered
 from arraycomm._arrays.exchange import exchange
+from arraycomm._errors import raise_interrupt
 from arraycomm._training.batches.order import Integers
 from arraycomm._trees.pytrees import flatten
 
@@ -205,6 +206,7 @@ def _check_rows(array: Any, path: str) -> None:
         if array is not None:
             _take(array, np.empty(0, np.int64))
     except Exception as error:
+        raise_interrupt(error)
         raise TypeError(
             f"{_NAME}: {path} is a {type_name(array)}, whose rows cannot be taken by an array of "
             f"their numbers ({describe(error)}); pass numpy.asarray({path})"
