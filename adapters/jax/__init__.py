@@ -29,7 +29,7 @@ from arraycomm.adapters.jax._shard import sharded
 from arraycomm.adapters.jax._sharded_state import gather_state, shard_state
 from arraycomm.adapters.jax._tracing import flatten, holds_tracers, is_traced
 from arraycomm.adapters.jax._updates import Updates, reduce_leaves
-from arraycomm.adapters.jax._virtual import VirtualUpdates
+from arraycomm.adapters.jax._virtual import VirtualState, VirtualUpdates
 
 __all__ = [
     "DistributedOptimizer",
@@ -114,10 +114,30 @@ def distribute(
         init, update = rounds.init, rounds.update
     elif gradients.compression is not None:
         update = steps.update_compressed
+    if gradients.virtual is not None:
+        update = _of_states(VirtualState, update, gradients)
     reducing = _Distributed(init, gradients.entry(update))
     if gradients.accumulate == 1:
         return reducing
-    return _accumulating(reducing, inner, gradients.accumulate, updates.made)
+    made = _accumulating(reducing, inner, gradients.accumulate, updates.made)
+    return made._replace(update=_of_states(AccumulatedState, made.update, gradients))
+
+
+def _of_states(kind: type[Any], update: Any, gradients: Any) -> Any:
+    """Return an update of states of this kind; if it gets another, the other ranks hear of it."""
+
+    def checked(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+        fits = isinstance(state, kind)
+        if not fits or len(flatten(state.sums)[0]) != len(flatten(updates)[0]):
+            got = "one of other parameters" if fits else type(state).__name__
+            with nullcontext() if is_traced((updates, state)) else gradients.announcing():
+                raise TypeError(
+                    f"DistributedOptimizer: the state must be the {kind.__name__} that its init or "
+                    f"update returned for these parameters; got {got}"
+                )
+        return update(updates, state, params, **extra)
+
+    return checked
 
 
 def _takes_extra(optimizer: optax.GradientTransformation) -> bool:

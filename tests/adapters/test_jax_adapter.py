@@ -314,6 +314,23 @@ def test_a_gradient_that_no_virtual_rank_has_stays_none(size: int) -> None:
         np.testing.assert_array_equal(updates["b"], -reduced(4, 0, "mean")["b"])
 
 
+@pytest.mark.parametrize("options", [{"accumulate": 2}, {"virtual_ranks": 4}], ids=str)
+@pytest.mark.parametrize("wrong", ["that of the plain one", None, "that of other parameters"])
+def test_a_wrong_state_is_refused_on_all_ranks(options: dict[str, int], wrong: str | None) -> None:
+    def step(comm: ac.Communicator) -> None:
+        optimizer, params = optax.adam(0.1), on_jax(zeros())
+        made = ac.DistributedOptimizer(optimizer, comm=comm, **options)
+        states = {"that of the plain one": optimizer.init(params), None: None}
+        other = states.get(wrong, made.init([params, params]))
+        state = made.init(params)
+        if comm.rank and "accumulate" in options:
+            state = made.update(params, state, params)[1]
+        with pytest.raises((TypeError, ac.PeerError), match="its init or update returned"):
+            made.update(params, state if comm.rank else other, params)
+
+    run(2, step)
+
+
 class TestCompiled:
     """On as many ranks as there are processes; `test_processes` runs them on more."""
 
