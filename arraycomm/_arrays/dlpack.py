@@ -117,9 +117,12 @@ def attribute(x: Any, name: str, label: str) -> Any:
 
 
 def offered(x: Any, name: str = "__dlpack__") -> bool:
-    """Return whether `x` has an attribute; if that raises instead, who reads `x` tells it."""
+    """Return whether `x` has an attribute; if that raises instead, who reads `x` tells it.
+
+    A class has the attributes of its instances, and offers none.
+    """
     with suppress(BufferError):
-        return attribute(x, name, "x") is not None
+        return not isinstance(x, type) and attribute(x, name, "x") is not None
     return False
 
 

@@ -154,17 +154,36 @@ def open_mapping(mapping: Any, path: str) -> Node:
     )
 
 
+def open_attributed(container: Any, path: str) -> Node:
+    """Open a container of optree that has attributes, which are each rank's own."""
+    children, metadata, _, make = optree.tree_flatten_one_level(container, none_is_leaf=True)
+
+    def rebuild(new: list[Any]) -> Any:
+        made: Any = make(metadata, new)
+        vars(made).update(vars(container))
+        return made
+
+    stayed = [(f"{path}.{name}", value) for name, value in vars(container).items()]
+    return Node(children, _suffixes(container), rebuild, stayed=stayed)
+
+
 def open_custom(leaf: Any, path: str) -> Node:
     """Open a type that is registered with optree, one level deep."""
     children, metadata, _, make = optree.tree_flatten_one_level(leaf, none_is_leaf=True)
-    spec: Any = optree.tree_structure(leaf, is_leaf=lambda x: x is not leaf, none_is_leaf=True)
-    suffixes = [accessor[0].codify("") for accessor in spec.accessors()]
+    suffixes = _suffixes(leaf)
     return Node(
         children,
         suffixes,
         lambda new, data: make(data, new),
         _static(leaf, path, suffixes, metadata),
     )
+
+
+def _suffixes(container: Any) -> list[str]:
+    spec: Any = optree.tree_structure(
+        container, is_leaf=lambda x: x is not container, none_is_leaf=True
+    )
+    return [accessor[0].codify("") for accessor in spec.accessors()]
 
 
 def _open_registered(tree_util: Any, leaf: Any, path: str) -> Node | None:

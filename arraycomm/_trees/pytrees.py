@@ -7,7 +7,7 @@ containers without leaves.
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any, Final, NamedTuple
@@ -18,7 +18,15 @@ import optree
 from arraycomm._protocol.header import Settings
 from arraycomm._protocol.mismatch import STATIC, STRUCTURE
 from arraycomm._trees.keys import are_plain, describe_keys
-from arraycomm._trees.nodes import ExtraState, Node, is_custom, open_custom, open_mapping, open_node
+from arraycomm._trees.nodes import (
+    ExtraState,
+    Node,
+    is_custom,
+    open_attributed,
+    open_custom,
+    open_mapping,
+    open_node,
+)
 from arraycomm._trees.opened import says_contents
 from arraycomm._trees.static import Static, lines_of, texts_of
 
@@ -61,6 +69,8 @@ class Outline(NamedTuple):
 
     paths: tuple[str, ...]
     structure: str
+    # Whether there are containers of types whose instances may have attributes.
+    may_hold: bool
 
 
 class NotPlainError(Exception):
@@ -74,7 +84,7 @@ def flatten(tree: Any, name: str = "tree", *, rebuilds: bool = True) -> Flat:
     """
     leaves, spec = optree.tree_flatten(tree, none_is_leaf=True)
     try:
-        outline = outline_of(spec, name)
+        outline = plain_outline(tree, spec, name)
     except NotPlainError:
         leaves, spec = optree.tree_flatten(tree, is_leaf=_is_opened_here, none_is_leaf=True)
         outline = outline_of(spec, name)
@@ -95,29 +105,41 @@ def flatten(tree: Any, name: str = "tree", *, rebuilds: bool = True) -> Flat:
     return _flatten_nodes(leaves, outline, nodes, spec, rebuilds=rebuilds)
 
 
+def plain_outline(tree: Any, spec: optree.PyTreeSpec, name: str) -> Outline:
+    """Return the outline of a tree, or raise if optree does not know enough of it."""
+    outline = outline_of(spec, name)
+    if outline.may_hold and any(map(_has_attributes, optree.tree_leaves(tree, _has_attributes))):
+        raise NotPlainError
+    return outline
+
+
 # Only of structures of plain containers: others may have metadata that changes, or has no `==`.
 @lru_cache(maxsize=256)
 def outline_of(spec: optree.PyTreeSpec, name: str) -> Outline:
     """Return the outline of a structure, or raise if optree does not know enough of it."""
     paths: list[str] = []
     lines: list[str] = []
-    _walk(spec, name, paths, lines)
-    return Outline(tuple(paths), "\n".join(sorted(lines)))
+    may_hold = _walk(spec, name, paths, lines)
+    return Outline(tuple(paths), "\n".join(sorted(lines)), may_hold)
 
 
-def _walk(spec: optree.PyTreeSpec, path: str, paths: list[str], lines: list[str]) -> None:
-    """Note the paths of leaves, and the containers; raise for those that are opened here."""
+def _walk(spec: optree.PyTreeSpec, path: str, paths: list[str], lines: list[str]) -> bool:
+    """Note the paths of leaves, and the containers; raise for those that are opened here.
+
+    Return whether any of them may have attributes.
+    """
     if spec.is_leaf():
         paths.append(path)
-        return
+        return False
     root: Any = spec.one_level()
     like = root.unflatten(range(root.num_children)) if spec.type in _WITH_SETTINGS else None
     lines.append(_container(path, spec.type, like))
     other_keys = spec.type in (dict, defaultdict) and not are_plain(spec.entries())
     if other_keys or is_custom(spec.type):
         raise NotPlainError
-    for child_path, child in zip(_child_paths(spec, path), spec.children(), strict=True):
-        _walk(child, child_path, paths, lines)
+    pairs = zip(_child_paths(spec, path), spec.children(), strict=True)
+    inner = [_walk(child, child_path, paths, lines) for child_path, child in pairs]
+    return any(inner) or getattr(spec.type, "__dictoffset__", 0) != 0
 
 
 def _container(path: str, kind: Any, like: Any) -> str:
@@ -140,15 +162,22 @@ def _child_paths(spec: optree.PyTreeSpec, path: str) -> list[str]:
 
 def _is_opened_here(tree: Any) -> bool:
     kind = type(tree)
-    return (kind in (dict, defaultdict) and not are_plain(tree)) or is_custom(kind)
+    other_keys = kind in (dict, defaultdict) and not are_plain(tree)
+    return other_keys or is_custom(kind) or _has_attributes(tree)
+
+
+def _has_attributes(tree: Any) -> bool:
+    """Return whether a container of optree has attributes, as the state dict of a torch module."""
+    known = type(tree) is OrderedDict or optree.is_namedtuple_instance(tree)
+    return known and bool(getattr(tree, "__dict__", None))
 
 
 def _open_here(tree: Any, path: str) -> Node | None:
     if not _is_opened_here(tree) or says_contents(tree):
         return None
-    return (
-        open_mapping(tree, path) if type(tree) in (dict, defaultdict) else open_custom(tree, path)
-    )
+    if type(tree) in (dict, defaultdict):
+        return open_mapping(tree, path)
+    return open_attributed(tree, path) if _has_attributes(tree) else open_custom(tree, path)
 
 
 def _flatten_nodes(

@@ -15,7 +15,9 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
+import arraycomm as ac
 from arraycomm._trees.pytrees import flatten
+from arraycomm.testing import run
 
 
 class Point(NamedTuple):
@@ -54,6 +56,44 @@ def test_rebuilt_trees_have_the_same_containers_and_order() -> None:
     assert repr(again) == repr(tree)
     assert list(again) == list(tree)
     assert again is not tree
+
+
+class Named(Point):
+    """Has a `__dict__`, as no class of `NamedTuple` itself."""
+
+
+def with_attribute(container, value):
+    if value is not None:
+        container._metadata = value
+    return container
+
+
+@pytest.mark.parametrize("held", [[None, 1], [{"version": 2}, "own"]], ids=["one", "both"])
+@pytest.mark.parametrize(
+    "make",
+    [lambda x: OrderedDict(b=x, a=x), lambda x: Named(x, 1.0), lambda x: Named(OrderedDict(a=x), 1.0)],
+    ids=["OrderedDict", "named tuple", "nested"],
+)
+def test_attributes_of_containers_stay(make, held) -> None:
+    def check(comm) -> None:
+        tree = with_attribute(make(np.ones(2)), held[comm.rank])
+        for _ in range(3):
+            for call in (ac.synchronize, ac.allreduce_tree, ac.allreduce_gradients):
+                made = call(tree, comm=comm)
+                assert type(made) is type(tree)
+                assert vars(made) == vars(tree)
+            assert vars(comm.plan(tree)(tree)) == vars(tree)
+        with pytest.raises(ac.MismatchError, match="_metadata"):
+            ac.raise_on_difference(tree, comm=comm)
+
+    run(2, check)
+
+
+@pytest.mark.parametrize("kind", [np.ndarray, np.float64, Point, "torch.Tensor"])
+def test_classes_stay_also_those_of_arrays(kind) -> None:
+    tree = {"kind": pytest.importorskip("torch").Tensor if type(kind) is str else kind, "x": 1.0}
+    for call in (ac.synchronize, ac.allreduce_tree, ac.raise_on_difference):
+        assert run(2, lambda comm, call=call: call(tree, comm=comm)["kind"]) == [tree["kind"]] * 2
 
 
 def test_equinox_modules_are_opened_by_jax() -> None:
