@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import operator
 from numbers import Real
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
+
+# Python writes no longer ones in decimal, as errors do.
+_MOST_BITS: Final = 14_000
+
+
+# Virtual ranks: a step of more has more rounds than anybody waits for.
+MOST_RANKS: Final = 1 << 20
 
 
 def check_integer(value: Any, wanted: str) -> int:
     """Return a value as an integer, or raise an error that begins with what is wanted."""
     try:
-        return operator.index(value)
+        number = operator.index(value)
     except TypeError:
         raise TypeError(f"{wanted}; got {value!r}") from None
+    if (bits := number.bit_length()) > _MOST_BITS:
+        raise ValueError(f"{wanted} of at most {_MOST_BITS} bits; got one of {bits}")
+    return number
 
 
 def check_at_least(value: Any, least: int, name: str, most: int | None = None) -> int:
@@ -31,7 +41,7 @@ def check_at_least(value: Any, least: int, name: str, most: int | None = None) -
 def check_several(value: Any, wanted: str) -> list[int]:
     """Return an integer, or several, as integers, or raise; see `check_integer`."""
     try:
-        return list(map(operator.index, value if np.iterable(value) else [value]))
+        return [check_integer(each, wanted) for each in (value if np.iterable(value) else [value])]
     except TypeError:
         raise TypeError(f"{wanted}; got {value!r}") from None
 
@@ -49,7 +59,13 @@ def check_seconds(value: Any, name: str = "timeout", *, or_zero: bool = False) -
         return None
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number of seconds or None; got {value!r}")
-    seconds = float(value)
+    try:
+        seconds = float(value)
+    except OverflowError:
+        kind = type(value).__name__
+        raise ValueError(
+            f"{name} must be a number of seconds or None; got a {kind} that no float can hold"
+        ) from None
     if not (seconds > 0 or (or_zero and seconds == 0)):
         raise ValueError(f"{name} must be positive, or None; got {value!r}")
     return seconds

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
+import numpy as np
+
 from arraycomm._arrays.buffer import BufferView
-from arraycomm._checks import check_integer
+from arraycomm._checks import check_integer, check_several
 
 
 def check_counts(counts: Any, size: int, rows: int) -> list[int]:
     """Return `counts` as one length for each rank, which make up the rows of an array."""
-    try:
-        found = [operator.index(count) for count in counts]
-    except TypeError:
-        raise TypeError(
-            f"counts must be a sequence of integers, one for each rank; got {counts!r}"
-        ) from None
+    wanted = "counts must be a sequence of integers, one for each rank"
+    if not np.iterable(counts):
+        raise TypeError(f"{wanted}; got {counts!r}")
+    found = check_several(counts, wanted)
     if len(found) != size or min(found) < 0 or sum(found) != rows:
         raise ValueError(
             f"counts must be one length for each of the {size} ranks, {rows} in all, as x has "

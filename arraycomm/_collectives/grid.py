@@ -6,7 +6,8 @@ import math
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from itertools import compress
-from typing import Any
+from operator import add, sub
+from typing import Any, Final
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from arraycomm._calls.arguments import check_rank
 from arraycomm._calls.operation import Context
 from arraycomm._calls.requests import ProcessBound, Request
 from arraycomm._calls.runner import Runner
-from arraycomm._checks import check_integer, check_several
+from arraycomm._checks import check_at_least, check_integer, check_several
 from arraycomm._collectives.groups import SmallExchange
 from arraycomm._collectives.neighbors import Around, Blocks, NeighborAlltoall
 from arraycomm._entries import entries
@@ -25,6 +26,8 @@ from arraycomm._prepared.fast_path import call
 from arraycomm._prepared.packed_calls import PackedCall
 from arraycomm._protocol.agreement import Agreement
 
+# NumPy's arrays have no more.
+_MOST_DIMS: Final = 64
 Layout = tuple[tuple[int, ...], tuple[bool, ...]]
 
 
@@ -79,11 +82,10 @@ class GridCalls(ProcessBound):
         place = check_several(coords, wanted)
         if len(place) != len(self.dims):
             raise ValueError(f"{wanted}; got {coords!r}")
-        modes = ["wrap" if periodic else "raise" for periodic in self.periods]
-        try:
-            return int(np.ravel_multi_index(place, self.dims, mode=modes))  # type: ignore[call-overload]
-        except ValueError:
+        axes = list(zip(place, self.dims, self.periods, strict=True))
+        if any(not (periodic or 0 <= at < count) for at, count, periodic in axes):
             return PROC_NULL
+        return int(np.ravel_multi_index([at % count for at, count, _ in axes], self.dims))
 
     def shift(self, axis: int, steps: int = 1) -> tuple[int | Wildcard, int | Wildcard]:
         """Return the ranks to receive from and to send to, to move data along an axis.
@@ -104,10 +106,11 @@ class GridCalls(ProcessBound):
         along = check_integer(axis, "shift: axis must be an integer")
         if not -len(self.dims) <= along < len(self.dims):
             raise ValueError(f"shift: axis must be a dimension of {self.dims}; got {axis}")
-        at = np.array(self.coords)
-        step = np.zeros_like(at)
-        step[along] = check_integer(steps, "shift: steps must be an integer")
-        return self.rank_at(tuple(at - step)), self.rank_at(tuple(at + step))
+        step = check_integer(steps, "shift: steps must be an integer")
+        far = [step * (n == along % len(self.dims)) for n in range(len(self.dims))]
+        return self.rank_at([*map(sub, self.coords, far)]), self.rank_at(
+            [*map(add, self.coords, far)]
+        )
 
     @property
     def neighbors(self) -> list[int]:
@@ -185,7 +188,7 @@ def _checked(dims: Any, periods: Any, size: int) -> Layout:
     """Return the ranks along each dimension, with those that are 0 chosen, and what is periodic."""
     wanted = check_several(dims, "dims must be an integer or several")
     if not np.iterable(dims):
-        wanted = [0] * wanted[0]
+        wanted = [0] * check_at_least(dims, 1, "dims", _MOST_DIMS)
     periods = False if periods is None else periods
     around = list(periods) if np.iterable(periods) else [periods] * len(wanted)
     if len(around) != len(wanted) or not all(isinstance(p, bool | np.bool_) for p in around):

@@ -23,6 +23,7 @@ from arraycomm._calls.operation import NO_SHARE, Context, Operation, Share
 from arraycomm._calls.placement import Placements
 from arraycomm._calls.runner import OperationClass, Runner
 from arraycomm._callsite import user_level
+from arraycomm._checks import check_integer
 from arraycomm._errors import BackendUnavailableError, CommunicatorClosedError
 from arraycomm._protocol.agreement import Agreement
 from arraycomm._protocol.group import Child, Group, Options
@@ -311,13 +312,12 @@ def warn_of_messages(operation: str, lost: int) -> None:
 
 
 def _pack(color: Any, key: Any) -> bytes:
+    wanted = "color must be an integer or None, and key an integer"
+    given = [check_integer(each, wanted) for each in (0 if color is None else color, key)]
     try:
-        number = 0 if color is None else operator.index(color)
-        return _COLOR_AND_KEY.pack(color is not None, number, operator.index(key))
-    except (TypeError, struct.error):
-        raise TypeError(
-            f"color must be an integer or None, and key an integer; got {color!r}, {key!r}"
-        ) from None
+        return _COLOR_AND_KEY.pack(color is not None, *given)
+    except struct.error:
+        raise TypeError(f"{wanted}, of 64 bits; got {color!r}, {key!r}") from None
 
 
 def _open(

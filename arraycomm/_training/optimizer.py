@@ -10,7 +10,7 @@ from typing import Any, Final, Literal
 
 from arraycomm._arrays.typing import T
 from arraycomm._calls.operation import Context
-from arraycomm._checks import check_at_least, check_bool
+from arraycomm._checks import MOST_RANKS, check_at_least, check_bool
 from arraycomm._collectives.groups import Dup, dup, hide
 from arraycomm._communicator import Communicator, runner_of
 from arraycomm._entries import entry
@@ -252,7 +252,7 @@ class _Arguments:
         """Raise if `virtual_ranks` is wrong; return what ranks compare of it."""
         if self.virtual_ranks is None:
             return ""
-        self.virtual_ranks = check_at_least(self.virtual_ranks, ranks, "virtual_ranks")
+        self.virtual_ranks = check_at_least(self.virtual_ranks, ranks, "virtual_ranks", MOST_RANKS)
         others = {"accumulate": 1, "compression": None, "shard": False}
         for name, default in others.items():
             if (got := getattr(self, name)) != default:

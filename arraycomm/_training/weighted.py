@@ -79,7 +79,9 @@ def check_weight(weight: Any, name: str = "weight", most: float = 2.0**200) -> f
         if isinstance(weight, str | bytes) or np.ndim(weight):
             raise TypeError(f"a {type(weight).__name__} is no number")
         number = float(weight)
-    except (TypeError, ValueError, OverflowError) as error:
+    except OverflowError:
+        number = math.inf
+    except (TypeError, ValueError) as error:
         raise TypeError(
             f"{name} must be a number, such as how many samples this rank has; got {weight!r}"
         ) from error

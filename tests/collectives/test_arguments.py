@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Callable
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -77,11 +80,17 @@ SECONDS: dict[str, Call] = {
     "given": lambda c, s: callable(given(timeout=s)),
     "split": lambda c, s: Options(timeout=s),
 }
+ODD = (Fraction(1), Decimal(1), math.nan, math.inf, 1j)
+# What no argument can be, though its type may be right.
+ABSURD = [
+    (INTEGERS, (10**5000, -(10**5000))),
+    (SECONDS, (10**400, -(10**400), Fraction(10**400), math.nan, -math.inf, np.float32("nan"))),
+]
 # What is passed, those that mean the same, and those that are refused.
 LAWS = [
-    (INTEGERS, 1, (np.int64(1), np.int16(1), np.array(1)), (1.0, "1", np.float32(1), X)),
+    (INTEGERS, 1, (np.int64(1), np.int16(1), np.array(1)), (1.0, "1", np.float32(1), X, *ODD)),
     (BOOLS, True, (np.bool_(True),), (1, 0, "no", np.array(True), X)),
-    (SECONDS, 9, (9.0, np.float32(9), np.int64(9), None), ("9", True, np.array(9.0), X)),
+    (SECONDS, 9, (9.0, Fraction(9), np.int64(9), None), ("9", True, np.array(9.0), X, Decimal(9))),
 ]
 
 
@@ -99,3 +108,14 @@ def test_numbers_of_numpy_are_those_of_python(
             with pytest.raises((TypeError, ValueError), match=r"must be .*; got") as refused:
                 call(comm, value)
             assert type(refused.value) is TypeError or calls is BOOLS, (name, value)
+
+
+@pytest.mark.parametrize(("calls", "values"), ABSURD, ids=("int", "s"))
+@each_rank_of("several")
+def test_numbers_that_no_argument_can_be_are_refused_by_name(
+    comm: Communicator, calls: dict[str, Call], values: Any
+) -> None:
+    for call in calls.values():
+        for value in values:
+            with pytest.raises(ValueError, match=r"must be .*; got"):
+                call(comm, value)

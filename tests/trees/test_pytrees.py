@@ -71,7 +71,11 @@ def with_attribute(container, value):
 @pytest.mark.parametrize("held", [[None, 1], [{"version": 2}, "own"]], ids=["one", "both"])
 @pytest.mark.parametrize(
     "make",
-    [lambda x: OrderedDict(b=x, a=x), lambda x: Named(x, 1.0), lambda x: Named(OrderedDict(a=x), 1.0)],
+    [
+        lambda x: OrderedDict(b=x, a=x),
+        lambda x: Named(x, 1.0),
+        lambda x: Named(OrderedDict(a=x), 1.0),
+    ],
     ids=["OrderedDict", "named tuple", "nested"],
 )
 def test_attributes_of_containers_stay(make, held) -> None:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from arraycomm._arrays.typing import DataT, T
 from arraycomm._calls.operation import Context
-from arraycomm._checks import check_at_least, check_bool, check_integer
+from arraycomm._checks import MOST_RANKS, check_at_least, check_bool, check_integer
 from arraycomm._collectives.groups import SmallExchange
 from arraycomm._communicator import Communicator, runner_of
 from arraycomm._entries import entries
@@ -206,7 +206,9 @@ class DistributedDataContainer(Sequence[Any], Generic[DataT]):
 
         def check() -> tuple[Part, str]:
             if self._is_virtual:
-                self._size = check_at_least(virtual_ranks, group.size, f"{_NAME}: virtual_ranks")
+                self._size = check_at_least(
+                    virtual_ranks, group.size, f"{_NAME}: virtual_ranks", MOST_RANKS
+                )
             # Those that this rank plays, one in each round.
             self._ranks = range(group.rank, self._size, group.size)
             self._rounds = -(-self._size // group.size)
