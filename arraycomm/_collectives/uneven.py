@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
 from math import prod
@@ -16,7 +18,7 @@ from arraycomm._calls.operation import ArrayOperation, Context
 from arraycomm._checks import check_bool
 from arraycomm._collectives.movements import Scatter, join_inline
 from arraycomm._dtypes import DType
-from arraycomm._protocol.agreement import Agreement
+from arraycomm._protocol.agreement import Agreement, UndeliveredError
 from arraycomm._protocol.announced import check_payload, check_size, check_table
 from arraycomm._protocol.header import ANY
 from arraycomm._reduce import algorithms
@@ -110,7 +112,8 @@ class Allgatherv(OfAnyLength):
 
     def steps(self, agreement: Agreement) -> Steps:
         elements, dtype = prod(self.row), self.source.dtype
-        self.received = agreement.lengths(elements * dtype.itemsize)
+        self.received = agreement.lengths(elements * dtype.itemsize, empty=not elements)
+        _check_rows(self.received, dtype.itemsize)
         check_table(self.group.rank, [self.received[self.group.rank]], self.word)
         bounds = bounds_of(self.received, elements)
         longest = max(self.received)
@@ -161,6 +164,8 @@ class Alltoallv(OfAnyLength):
         for rank, counts in enumerate(tables.tolist()):
             check_table(rank, counts, self.words[rank])
             check_size(rank, [counts[group.rank]], elements * dtype.itemsize)
+        for received in () if elements else zip(*tables.tolist(), strict=True):
+            _check_rows(received, dtype.itemsize)
         self.received = tables[:, group.rank].tolist()
         if data is None:
             nbytes = int(tables.sum()) * elements * dtype.itemsize
@@ -181,7 +186,11 @@ class Alltoallv(OfAnyLength):
 
     def _tables(self, agreement: Agreement, row_bytes: int) -> Steps:
         """Return how many rows each rank sends to each, and their data if it came along."""
-        group, width, lengths = self.group, self.table.nbytes, agreement.lengths()
+        group, width, lengths = (
+            self.group,
+            self.table.nbytes,
+            agreement.lengths(empty=not row_bytes),
+        )
         self.words = lengths
         tables = np.empty((group.size, group.size), np.int64)
         if width > group.inline_bytes:
@@ -195,6 +204,12 @@ class Alltoallv(OfAnyLength):
             return tables, None
         ends = [width + length * row_bytes for length in lengths]
         return tables, [agreement.payload(rank, end)[width:] for rank, end in enumerate(ends)]
+
+
+def _check_rows(received: Sequence[int], itemsize: int) -> None:
+    """Raise if rows, which may be empty, are more than one array can have."""
+    if (rows := sum(received)) * itemsize > sys.maxsize:
+        raise UndeliveredError(ValueError(f"no array can have the {rows} rows of all arrays"))
 
 
 def _pack_table(operation: Scatterv | Alltoallv, room: int) -> Bytes | None:

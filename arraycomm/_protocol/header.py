@@ -203,14 +203,15 @@ class Headers:
         first = rank * self.stride + _SHAPE
         return self._word(rank, _FREE), *self.words[first : first + MAX_DIMS]
 
-    def lengths(self, itemsize: int | None = None) -> list[int]:
+    def lengths(self, itemsize: int | None = None, *, empty: bool = False) -> list[int]:
         """Return what each rank announces as its length, if the ranks may differ in it.
 
-        With `itemsize`, what came with a rank's header has to be this many bytes for each.
+        With `itemsize`, what came with a rank's header has to be this many bytes for each. `empty`
+        rows may be any number, which takes no memory.
         """
         lengths = self._all(_FREE)
         for rank, length in enumerate(lengths):
-            if not 0 <= length <= _MAX_LENGTH:
+            if length < 0 or (length > _MAX_LENGTH and not empty):
                 raise malformed(rank, f"a length of {length}")
             if itemsize is not None and (nbytes := self.payload_bytes(rank)) >= 0:
                 check_payload(rank, nbytes, length * itemsize)

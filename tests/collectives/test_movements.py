@@ -54,3 +54,24 @@ def test_statistics_count_the_bytes_that_were_passed(comm: Communicator) -> None
         nbytes = 0 if passed is None else x.nbytes
         assert (numbers["calls"], numbers["bytes"]) == (2, 2 * nbytes), name
         assert numbers["seconds"] > 0
+
+
+@pytest.mark.parametrize("rows", [2**41, 2**59, 2**60])
+@each_rank_of(3)
+def test_empty_rows_may_be_any_number_that_arrays_have(comm: Communicator, rows: int) -> None:
+    x, fits = np.empty((rows, 0), np.float32), rows < 2**60
+    parts = [rows] + [0] * (comm.size - 1)
+    calls = (
+        lambda: comm.allgatherv(x),
+        lambda: comm.gatherv(x),
+        lambda: comm.alltoallv(x, parts),
+        lambda: comm.scatterv(x, parts),
+    )
+    for call in calls[: 4 if fits else 3] * 3:
+        if fits:
+            found = call()
+            assert found is None or len(found) in {comm.size * rows, rows, 0}
+        else:
+            with pytest.raises(ValueError, match=f"no array can have the {3 * rows} rows"):
+                call()
+    assert comm.allreduce(1) == comm.size
