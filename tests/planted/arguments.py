@@ -127,8 +127,8 @@ ARGUMENTS: Final = (
     Fault(
         "grid by columns: the rank at some coordinates is that of the transposed grid",
         "arraycomm/_collectives/grid.py",
-        "return int(np.ravel_multi_index(place, self.dims, mode=modes))",
-        'return int(np.ravel_multi_index(place, self.dims, modes, order="F"))',
+        "for at, count, _ in axes], self.dims))",
+        'for at, count, _ in axes], self.dims, order="F"))',
         ("rows_move_along_the_axes_of_a_grid",),
     ),
     Fault(

@@ -207,8 +207,8 @@ GROUPS: Final = (
     Fault(
         "color of none: a rank without a color joins the group of color 0",
         _GROUPS,
-        "        return _COLOR_AND_KEY.pack(color is not None, number, operator.index(key))",
-        "        return _COLOR_AND_KEY.pack(True, number, operator.index(key))",
+        "        return _COLOR_AND_KEY.pack(color is not None, *given)",
+        "        return _COLOR_AND_KEY.pack(True, *given)",
         ("split_partitions", "integers_associate"),
     ),
     Fault(

@@ -20,7 +20,7 @@ def made(comm: ac.Communicator, **options: Any) -> Any:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"virtual_ranks": 1}, "at least 2; got 1"),
+        ({"virtual_ranks": 1}, "2 to 1048576; got 1"),
         ({"accumulate": 2}, "with virtual_ranks accumulate must be 1; got 2"),
         ({"compression": "float16"}, "with virtual_ranks compression must be None"),
         ({"shard": True}, "with virtual_ranks shard must be False; got True"),
