@@ -128,10 +128,13 @@ def test_every_package_of_the_checkout_is_declared() -> None:
 
 
 def test_every_declared_package_can_be_imported_first() -> None:
-    # Each in a copy of one process, which has imported what they need.
+    # Each in a copy of one process, which has imported what they need: an adapter its framework.
     program = """
-import importlib, os, sys, numpy, optree, array_api_compat
-for package in sys.argv[1:]:
+import contextlib, importlib, os, sys, numpy, optree, array_api_compat
+for package in sorted(sys.argv[1:], key=lambda name: "adapters." in name):
+    if "adapters." in package:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(package.split(".")[2])
     if os.fork() == 0:
         try:
             importlib.import_module(package)
