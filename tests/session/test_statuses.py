@@ -55,7 +55,7 @@ rank = next(os.environ[name] for name in ("PMI_RANK", "OMPI_COMM_WORLD_RANK") if
 folder, size, *command = sys.argv[1:]
 status = os.spawnv(os.P_WAIT, sys.executable, [sys.executable, *command])
 open(f"{folder}/{rank}", "w").write(str(status))
-while sum(bool(open(f"{folder}/{name}").read()) for name in os.listdir(folder)) < int(size): time.sleep(0.02)
+while sum(bool(open(f"{folder}/{name}").read()) for name in os.listdir(folder)) < int(size): time.sleep(0.1)
 """
 PROGRAM = ("-m", "tests.session.ending")
 
