@@ -538,7 +538,9 @@ def test_fails(comm): assert comm.size == 99
 
 
 @needs_mpiexec
-@pytest.mark.parametrize("per", [None, "file", pytest.param("test", marks=pytest.mark.each_mpi)])
+@pytest.mark.parametrize(
+    "per", [None, "file", pytest.param("test", marks=[pytest.mark.each_mpi, STUCK_RANKS])]
+)
 def test_job_that_ends_takes_nothing_else_with_it(per, tmp_path) -> None:
     """Each file, or each test, in a job of its own; a job that says nothing has not ended well."""
     (tmp_path / "test_ends.py").write_text(ENDS, encoding="utf-8")
