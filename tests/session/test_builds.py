@@ -63,8 +63,7 @@ RIGHT = "[0.0, 1.0, 2.0, 3.0]\n"
 def copy(place: Path, adapters: str = "arraycomm/adapters") -> Path:
     """Copy what is imported here, with the adapters where a wheel, or a checkout, has them."""
     # With what Python has compiled: it would compile all of it anew for each rank.
-    skipped = shutil.ignore_patterns("adapters")
-    shutil.copytree(PACKAGE, place / "arraycomm", ignore=skipped)
+    shutil.copytree(PACKAGE, place / "arraycomm", ignore=shutil.ignore_patterns("adapters"))
     shutil.copytree(ADAPTERS, place / adapters)
     return place
 

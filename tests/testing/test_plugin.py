@@ -30,6 +30,7 @@ STUCK_RANKS = pytest.mark.at_night("MPICH")
 # In a directory of its own; without what takes long to import.
 ELSEWHERE = ("-c", "/dev/null", "--color=no", "-p", "no:xdist", "-p", "no:jaxtyping", *PLUGIN[:-1])
 ON_RANKS = [needs_mpiexec, pytest.mark.each_mpi, pytest.mark.at_night("Open MPI")]
+ON_OPEN_MPI = [pytest.mark.each_mpi, STUCK_RANKS]
 KINDS = [pytest.param(None, id="threads"), pytest.param(3, id="mpiexec", marks=ON_RANKS)]
 
 
@@ -538,9 +539,7 @@ def test_fails(comm): assert comm.size == 99
 
 
 @needs_mpiexec
-@pytest.mark.parametrize(
-    "per", [None, "file", pytest.param("test", marks=[pytest.mark.each_mpi, STUCK_RANKS])]
-)
+@pytest.mark.parametrize("per", [None, "file", pytest.param("test", marks=ON_OPEN_MPI)])
 def test_job_that_ends_takes_nothing_else_with_it(per, tmp_path) -> None:
     """Each file, or each test, in a job of its own; a job that says nothing has not ended well."""
     (tmp_path / "test_ends.py").write_text(ENDS, encoding="utf-8")
