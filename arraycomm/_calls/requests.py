@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, ClassVar, Final, Generic, NoReturn, Protocol, Self
+from typing import Any, ClassVar, Final, Generic, NoReturn, Self
 
 from arraycomm._arrays.typing import T, T_co
 from arraycomm._callsite import CallSite, trim
@@ -242,17 +242,10 @@ def _listed(name: str, requests: Iterable[Request[T]]) -> list[Request[T]]:
     return listed
 
 
-class Pending(Protocol):
-    """What has a result in the end."""
-
-    def wait(self) -> Any:
-        """Return the result, or raise the error."""
-
-
-def wait_for_each(pending: Iterable[Pending]) -> list[Any]:
+def wait_for_each(requests: Iterable[Request[T]]) -> list[T]:
     """Return all results; raise the first error once all have ended."""
     results, errors = [], []
-    for each in pending:
+    for each in requests:
         try:
             results.append(each.wait())
         except Exception as error:

@@ -30,7 +30,7 @@ class Statistics:
 
     def count(self, operation: str, nbytes: int = 0, copies: int = 0) -> None:
         """Count a call."""
-        numbers = self.numbers(operation)
+        numbers = self._totals.get(operation) or self.numbers(operation)
         numbers[0] += 1
         numbers[1] += nbytes
         numbers[2] += copies

@@ -14,7 +14,8 @@ from arraycomm._arrays.results import allocate_like, check_out, commit_out, to_f
 from arraycomm._arrays.views import view
 from arraycomm._calls.operation import NO_SHARE, Context, Operation, Share
 from arraycomm._dtypes import BY_CODE, BY_DTYPE, DType
-from arraycomm._messages.messages import Messenger, Outgoing
+from arraycomm._messages.messages import Messenger
+from arraycomm._messages.sending import Outgoing
 from arraycomm._protocol.agreement import Agreement
 from arraycomm._protocol.announced import check_payload, check_size, malformed
 from arraycomm._protocol.header import MAX_DIMS, Signature, has_room_for

@@ -9,8 +9,9 @@ from typing import Any, TypeVar, cast
 from arraycomm._arrays.typing import ReceivedT
 from arraycomm._calls.requests import ProcessBound, Request
 from arraycomm._entries import entries, entry
+from arraycomm._messages.envelopes import Pickled
 from arraycomm._messages.matching import Status, Wildcard
-from arraycomm._messages.messages import Messenger, Pickled
+from arraycomm._messages.messages import Messenger
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import struct
 from functools import lru_cache
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -34,6 +34,12 @@ _ELEMENTS, _RAISED, _PICKLE = range(3)
 ROOM: Final = 64 << 10
 HEAD: Final = _HEAD.size
 NBYTES: Final = HEAD + ROOM
+
+
+class Pickled(NamedTuple):
+    """A Python object that is sent as its pickle; or, as what a receive is like, any."""
+
+    obj: Any = None
 
 
 class Contents(NamedTuple):
@@ -141,8 +147,11 @@ def short_result(envelope: Bytes, out: Array | None, status: Status) -> Array | 
 def short_elements(envelope: Bytes) -> tuple[bytes, Array | None]:
     """Return an envelope's head, and its elements where they are, None if they are not there."""
     head = envelope[: _HEAD.size].tobytes()
-    found = _read_short(head)
-    return head, None if found is None else np.ndarray(*found, envelope, _HEAD.size)
+    short = _read_short(head)
+    if short is None or short[-1]:
+        return head, None
+    dtype, shape, _, _ = short
+    return head, np.ndarray(shape, dtype, envelope, HEAD)
 
 
 def taken(elements: Array, out: Array | None, status: Status | None) -> Array | None:
@@ -159,18 +168,25 @@ def taken(elements: Array, out: Array | None, status: Status | None) -> Array | 
 
 
 @lru_cache(maxsize=256)
-def _read_short(head: bytes) -> tuple[tuple[int, ...], DType] | None:
+def _read_short(head: bytes) -> tuple[DType, tuple[int, ...], int, bool] | None:
+    """Return the dtype, shape and bytes of what lies in an envelope, and whether it is a pickle."""
     state, _, nbytes, code, ndim, length, _, *dims = _HEAD.unpack(head)
     shape = tuple(dims[: max(ndim, 0)])
-    if state != _ELEMENTS or length or code not in BY_CODE or not 0 <= nbytes <= ROOM:
+    if state == _RAISED or length or code not in BY_CODE or not 0 <= nbytes <= ROOM:
         return None
     dtype = BY_CODE[code].dtype
     sound = min(shape, default=0) >= 0 and math.prod(shape) * dtype.itemsize == nbytes
-    return (shape, dtype) if sound else None
+    return (dtype, shape, nbytes, state == _PICKLE) if sound else None
 
 
 def read(envelope: Bytes, source: int, tags: int) -> Contents | str:
     """Return what a rank sent, or its traceback if it raised; piece numbers are below `tags`."""
+    (pieces,) = _WORD.unpack_from(envelope.data, _PIECES_AT)
+    # The number of pieces that follow is another one each time.
+    short = None if pieces else _read_short(envelope[:HEAD].tobytes())
+    if short is not None:
+        dtype, shape, nbytes, pickled = short
+        return Contents(dtype, shape, envelope[HEAD : HEAD + nbytes], 0, pickled)
     state, pieces, nbytes, code, ndim, length, _, *dims = _HEAD.unpack_from(envelope.data)
     body = envelope[_HEAD.size :]
     if not 0 <= length <= ROOM:

@@ -7,24 +7,22 @@ other rank does. If anything is unusual, or late, the rest of a full call goes o
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
 from time import perf_counter
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import numpy as np
 
 from arraycomm._arrays.buffer import Array
-from arraycomm._calls.statistics import Statistics
-from arraycomm._callsite import call_site
+from arraycomm._dtypes import DType
 from arraycomm._messages import envelopes
-from arraycomm._messages.matching import Matcher, Status
+from arraycomm._messages.delivery import Delivery, Message
+from arraycomm._messages.matching import Status
+from arraycomm._messages.receiving import Receiver
 from arraycomm._native import compiled
-from arraycomm._prepared.fast_paths import FastPath
-from arraycomm._protocol.agreement import UndeliveredError
-from arraycomm._protocol.group import Group
-from arraycomm._protocol.waits.deadlock import MANY, Wait
+from arraycomm._prepared.fast_paths import FastPath, FastPaths
 from arraycomm._protocol.waits.waiting import give_up_core
-from arraycomm._transports.base import Bytes, Handle, Repeated, Steps
+from arraycomm._transports.base import Bytes, Repeated, Steps
 
 # How often a message is looked for in vain, for each poll of a wait that keeps its core, before the
 # engine waits for it.
@@ -34,56 +32,52 @@ _LOOKS: Final = 8
 _LONG: Final = 4 << 10
 
 
-class MessageWait:
-    """What a thread waits for that makes a call without a request, for errors."""
-
-    __slots__ = ("doing", "nbytes", "peer", "tag")
-
-    def __init__(self, doing: str, peer: int, tag: int, nbytes: int = 0) -> None:
-        self.doing, self.peer, self.tag, self.nbytes = doing, peer, tag, nbytes
-
-    def __str__(self) -> str:
-        return f"{self.doing} rank {self.peer} with tag {self.tag}"
-
-    def told(self, group: Group) -> Wait:
-        """Return what is told of this wait."""
-        sends = self.doing == "send to"
-        unknown = sends and (self.nbytes <= group.transport.copied or self.tag >= MANY)
-        # A request under way may get the message that is counted next.
-        unknown = unknown or bool(group.engine.messages)
-        [count] = (group.sent if sends else group.received)[self.peer, self.tag]
-        counted = () if unknown else (int(sends), self.tag, count)
-        return Wait(lambda: [self.peer], str(self), call_site(), None, counted=counted)
+# A class of fast paths, the other rank, the tag, the place in a program, and what arrays are like.
+Key = tuple[Any, ...]
 
 
-class Rest(Protocol):
-    """Goes on with calls whose messages are under way."""
+class FastMessages:
+    """The fast paths of one group's messages."""
 
-    def go_on(self, steps: Steps, wait: MessageWait, operation: str) -> Any:
-        """Take the rest of a call's steps in this thread."""
+    def __init__(self, paths: FastPaths, delivery: Delivery, receiver: Receiver) -> None:
+        self._paths, self._delivery, self._receiver = paths, delivery, receiver
+        self._place = receiver.place
 
-    def request(self, steps: Steps, wait: MessageWait, operation: str) -> Any:
-        """Return a request of steps that go on beside the caller."""
+    def find_send(self, x: Any, dest: Any, tag: Any) -> tuple[Key | None, FastPath | None]:
+        """Return the key of a send, and its fast path, if there are any."""
+        if type(x) is not np.ndarray or type(dest) is not int or type(tag) is not int:
+            return None, None
+        key = (FastSend, dest, tag, self._place(), x.dtype, x.shape)
+        return key, self._paths.find(key)
 
-    def finished(self, result: Any) -> Any:
-        """Return the request of a message that is complete."""
+    def find_recv(
+        self, source: Any, tag: Any, like: Any, out: Any, status: Any
+    ) -> tuple[Key | None, FastPath | None]:
+        """Return the key of a receive, and its fast path, if there are any."""
+        plain = (
+            type(source) is int
+            and type(tag) is int
+            and (like is None or (type(like) is np.ndarray and not like.dtype.hasobject))
+            and (out is None or type(out) is np.ndarray)
+            and (status is None or type(status) is Status)
+        )
+        if not plain:
+            return None, None
+        key = (FastReceive, source, tag, self._place())
+        return key, self._paths.find(key)
 
-    def arrived(self, envelope: Bytes, place: int, wanted: None, out: Any, status: Status) -> Steps:
-        """Read a message whose envelope has come."""
+    def keep(self, key: Key | None) -> None:
+        """Keep the fast path of a call that has been made in full, if it has one."""
+        if key is not None and key[1] != self._delivery.group.rank:
+            self._paths.keep_second(key, lambda: self._made(*key))
 
-
-def beside(sending: Iterable[Handle], receiving: Steps, wait: MessageWait, dest: int) -> Steps:
-    """Wait for what is received, then for what is sent; only then raise an error of the first."""
-    result, undelivered = None, list[UndeliveredError]()
-    try:
-        result = yield from receiving
-    except UndeliveredError as error:
-        undelivered.append(error)
-    wait.doing, wait.peer = "send to", dest
-    yield from sending
-    if undelivered:
-        raise undelivered.pop()
-    return result
+    def _made(self, kind: Any, peer: int, tag: int, place: int, *like: Any) -> FastPath:
+        """Return a fast path; one that does nothing if messages like these have none."""
+        delivery = self._delivery
+        if kind is FastReceive:
+            return FastReceive(delivery, self._receiver, peer, tag, place)
+        head = envelopes.short_head(*like, place)
+        return FastPath() if head is None else FastSend(delivery, peer, tag, head, *like)
 
 
 class _FastMessage(FastPath):
@@ -91,8 +85,9 @@ class _FastMessage(FastPath):
 
     _message: Repeated
 
-    def __init__(self, group: Group, rest: Rest) -> None:
-        self._group, self._rest = group, rest
+    def __init__(self, delivery: Delivery, peer: int, tag: int) -> None:
+        self._delivery, self._group = delivery, (group := delivery.group)
+        self._peer, self._tags = peer, range(tag, tag + 1)
         self._turn, self._queue = group.engine.turn, group.engine.queue
         self._spins = group.transport.spins
         self._looks = max(_LOOKS * self._spins, 1)
@@ -114,25 +109,24 @@ class _FastMessage(FastPath):
 
 
 class FastSend(_FastMessage):
-    """`send` and `isend` of arrays like `example`, in envelopes with this head; see `FastPath`."""
+    """`send` and `isend` of arrays of this form, in envelopes with this head; see `FastPath`."""
 
     def __init__(
         self,
-        group: Group,
-        statistics: Statistics,
-        rest: Rest,
+        delivery: Delivery,
         dest: int,
         tag: int,
         head: Bytes,
-        example: Array,
+        dtype: DType,
+        shape: tuple[int, ...],
     ) -> None:
-        super().__init__(group, rest)
-        self._dest, self._tag, self._nbytes = dest, tag, example.nbytes
-        self._sent, self._numbers = group.sent[dest, tag], statistics.numbers("send")
-        envelope = np.empty(len(head) + example.nbytes, np.uint8)
+        super().__init__(delivery, dest, tag)
+        self._sent, self._numbers = self._group.sent[dest, tag], delivery.statistics.numbers("send")
+        self._nbytes = math.prod(shape) * dtype.itemsize
+        envelope = np.empty(len(head) + self._nbytes, np.uint8)
         envelope[: len(head)] = head
-        self._elements = np.ndarray(example.shape, example.dtype, envelope, len(head))
-        self._message = group.transport.repeated_send(envelope, dest, tag)
+        self._elements = np.ndarray(shape, dtype, envelope, len(head))
+        self._message = self._group.transport.repeated_send(envelope, dest, tag)
 
     def __call__(self, x: Array) -> Any:
         with self._turn:
@@ -142,7 +136,7 @@ class FastSend(_FastMessage):
             started = perf_counter()
             try:
                 if not self.begin(x) and not self.ended():
-                    self._rest.go_on(self.steps(), self.wait(), "send")
+                    self._delivery.drive(self.message())
             finally:
                 self._numbers[3] += perf_counter() - started
 
@@ -151,8 +145,8 @@ class FastSend(_FastMessage):
             if self.busy or self._group.closed is not None:
                 return NotImplemented
             if self.begin(x):
-                return self._rest.finished(None)
-            return self._rest.request(self.steps(), self.wait(), "send")
+                return self._delivery.finished(None)
+            return self._delivery.request(self.message(), looked=True)
 
     def begin(self, x: Array) -> bool:
         """Begin to send; return whether that is all."""
@@ -179,67 +173,47 @@ class FastSend(_FastMessage):
         yield self._message
         self.busy = False
 
-    def wait(self) -> MessageWait:
-        """Return what is waited for."""
-        return MessageWait("send to", self._dest, self._tag, self._nbytes)
+    def message(self) -> Message:
+        """Return what is left of the message."""
+        return Message("send", self.steps(), self._peer, self._tags, 1, self._nbytes)
 
 
 class FastReceive(_FastMessage):
     """`recv` and `irecv` from one rank with one tag, at one `place`; see `FastPath`."""
 
     def __init__(
-        self,
-        group: Group,
-        statistics: Statistics,
-        rest: Rest,
-        matcher: Matcher,
-        source: int,
-        tag: int,
-        place: int,
+        self, delivery: Delivery, receiver: Receiver, source: int, tag: int, place: int
     ) -> None:
-        super().__init__(group, rest)
-        self._matcher, self._source, self._tag, self._place = matcher, source, tag, place
-        self._received, self._numbers = group.received[source, tag], statistics.numbers("recv")
+        super().__init__(delivery, source, tag)
+        self._receiver, self._matcher, self._place = receiver, receiver.matcher, place
+        self._received = self._group.received[source, tag]
+        self._numbers = delivery.statistics.numbers("recv")
         # Whatever comes has room here.
         self._room = envelopes.empty()
-        self._message = group.transport.repeated_recv(self._room, source, tag)
+        self._message = self._group.transport.repeated_recv(self._room, source, tag)
         # The head of what has come, and that of arrays like the last one, whose elements come
         # there: as words, which are compared faster than bytes.
         self._head = self._room[: envelopes.HEAD].data.cast("q")
         self._known: memoryview | None = None
         self._elements = np.empty(0)
 
-    def __call__(self, out: Any, status: Status | None) -> Any:
+    def __call__(
+        self, out: Any, status: Status | None, send: FastSend | None = None, x: Any = None
+    ) -> Any:
+        """Receive, beside `x` if that is sent to another rank; see `FastPath`."""
         with self._turn:
-            if self._queue or not self._may_begin():
+            if self._queue or not self._may_begin() or (send is not None and send.busy):
                 return NotImplemented
             started = perf_counter()
             try:
-                come = self._begin() or self._is_soon_done()
-                taken = self._take(out, status) if come else None
+                come = self._begin()
+                sent = send is None or send.begin(x)
+                taken = self._take(out, status) if come or self._is_soon_done() else None
                 if taken is None:
-                    return self._rest.go_on(self.steps(out, status), self.wait(), "recv")
-                return taken
-            finally:
-                self._numbers[3] += perf_counter() - started
-
-    def exchange(self, send: FastSend, x: Array, out: Any, status: Status | None) -> Any:
-        """Receive beside what is sent to another rank; see `FastPath`."""
-        with self._turn:
-            if self._queue or send.busy or not self._may_begin():
-                return NotImplemented
-            started = perf_counter()
-            try:
-                come, sent = self._begin(), send.begin(x)
-                come = come or self._is_soon_done()
-                taken = self._take(out, status) if come else None
-                if taken is None:
-                    sending, wait = send.wait(), self.wait()
-                    wait.nbytes = sending.nbytes
-                    steps = beside(send.steps(), self.steps(out, status), wait, sending.peer)
-                    return self._rest.go_on(steps, wait, "recv")
-                if not sent and not send.ended():
-                    self._rest.go_on(send.steps(), send.wait(), "recv")
+                    sending = () if send is None else (send.message(),)
+                    return self._delivery.drive(*sending, self.message(out, status))
+                if not sent and send is not None and not send.ended():
+                    self._delivery.drive(send.message())
                 return taken
             finally:
                 self._numbers[3] += perf_counter() - started
@@ -249,8 +223,8 @@ class FastReceive(_FastMessage):
             if not self._may_begin():
                 return NotImplemented
             if self._begin() and (taken := self._take(out, status)) is not None:
-                return self._rest.finished(taken)
-            return self._rest.request(self.steps(out, status), self.wait(), "recv")
+                return self._delivery.finished(taken)
+            return self._delivery.request(self.message(out, status), looked=True)
 
     def _may_begin(self) -> bool:
         """Return False if a receive cannot begin here, or others come before."""
@@ -270,16 +244,18 @@ class FastReceive(_FastMessage):
             taken = self._take(out, status)
             if taken is None:
                 status = status or Status()
-                status.source, status.tag = self._source, self._tag
-                taken = yield from self._rest.arrived(self._room, self._place, None, out, status)
+                status.source, status.tag = self._peer, self._tags[0]
+                taken = yield from self._receiver.arrived(
+                    self._room, self._place, None, out, status
+                )
                 self._know()
             return taken
         finally:
             self.busy = False
 
-    def wait(self) -> MessageWait:
-        """Return what is waited for."""
-        return MessageWait("recv from", self._source, self._tag)
+    def message(self, out: Any, status: Status | None) -> Message:
+        """Return what is left of the message."""
+        return Message("recv", self.steps(out, status), self._peer, self._tags, -1)
 
     def _take(self, out: Any, status: Status | None) -> Array | None:
         """Return the array that has come; None if it is not like the one before."""
@@ -288,7 +264,7 @@ class FastReceive(_FastMessage):
         taken = envelopes.taken(self._elements, out, status)
         if taken is not None:
             if status is not None:
-                status.source, status.tag = self._source, self._tag
+                status.source, status.tag = self._peer, self._tags[0]
             self._received[0] += 1
             self.busy = False
         return taken

@@ -9,9 +9,10 @@ from __future__ import annotations
 import enum
 import threading
 from dataclasses import dataclass
-from functools import partial
-from typing import Final
+from typing import Any, Final
 
+from arraycomm._calls.arguments import check_rank
+from arraycomm._checks import check_at_least
 from arraycomm._dtypes import DType
 from arraycomm._transports.base import Bytes, Handle, Transport
 from arraycomm._transports.undivided import Undivided
@@ -32,6 +33,9 @@ class Wildcard(enum.Enum):
 ANY_SOURCE: Final = Wildcard.ANY_SOURCE
 ANY_TAG: Final = Wildcard.ANY_TAG
 PROC_NULL: Final = Wildcard.PROC_NULL
+
+# Tags of the user's are below this, those of further pieces from it on.
+TAGS: Final = 1 << 20
 
 
 @dataclass(slots=True)
@@ -55,6 +59,24 @@ class Status:
     dtype: DType | None = None
     shape: tuple[int, ...] | None = None
     nbytes: int | None = 0
+
+
+def check_tag(tag: Any) -> int:
+    """Return a message's tag, or raise."""
+    if type(tag) is int and 0 <= tag < TAGS:
+        return tag
+    return check_at_least(tag, 0, "tag", TAGS - 1)
+
+
+def named(source: Any, tag: Any, size: int) -> tuple[int | None, range]:
+    """Return the rank and tags that a receive names; None for any rank, and for none."""
+    if type(source) is int and 0 <= source < size:
+        rank: int | None = source
+    else:
+        anyone = source is ANY_SOURCE or source is PROC_NULL
+        rank = None if anyone else check_rank(source, size, "source")
+    tags = range(TAGS) if tag is ANY_TAG else range(found := check_tag(tag), found + 1)
+    return rank, tags
 
 
 class Receive:
@@ -93,18 +115,6 @@ class Receive:
         return self._handle is not None and self._handle.done()
 
 
-class Probe:
-    """A look for a message that stays where it is; `found` is its source and tag."""
-
-    def __init__(self, matcher: Matcher, source: int | None, tags: range) -> None:
-        self._look = partial(matcher.probe, source, tags)
-        self.found: tuple[int, int] | None = None
-
-    def done(self) -> bool:
-        self.found = self._look()
-        return self.found is not None
-
-
 class Matcher:
     """The receives of one group that wait for their messages, in the order of their calls."""
 
@@ -117,10 +127,7 @@ class Matcher:
         """Receive a message from `source`, or from any rank, with one of the tags."""
         receive = Receive(self, buffer, source, tags)
         with self._lock:
-            if receive.exact and source is not None and not self._waiting:
-                receive.begin(self._transport, source, receive.tag)
-            else:
-                self._waiting.append(receive)
+            self._waiting.append(receive)
         return receive
 
     def idle(self) -> bool:

@@ -36,9 +36,7 @@ class Tracer(Protocol):
     ) -> Steps:
         """Return `begin(name, prepare, site)`'s steps, recorded; `site` is that of a request."""
 
-    def message(
-        self, group: Any, operation: str, message: Any, steps: Steps, site: str, *, awaited: bool
-    ) -> Steps:
+    def message(self, group: Any, message: Any, steps: Steps, site: str, *, awaited: bool) -> Steps:
         """Return the steps of a message, recorded; `awaited` if the caller does nothing else."""
 
     def wait(self, group: Any, site: str) -> AbstractContextManager[None]:

@@ -14,7 +14,7 @@ from arraycomm._calls.runner import Prepare
 from arraycomm._callsite import call_site
 from arraycomm._collectives.reductions import Allreduce, Reduce
 from arraycomm._errors import chain_of
-from arraycomm._messages.messages import Message
+from arraycomm._messages.delivery import Message
 from arraycomm._protocol.group import Group
 from arraycomm._protocol.header import Signature
 from arraycomm._reduce import chain, selection
@@ -120,20 +120,14 @@ class Recorder:
         return self._recorded(group, call, begin(name, noted, site))
 
     def message(
-        self,
-        group: Group,
-        operation: str,
-        message: Message,
-        steps: Steps,
-        site: str,
-        *,
-        awaited: bool,
+        self, group: Group, message: Message, steps: Steps, site: str, *, awaited: bool
     ) -> Steps:
-        """Return the steps of a message, recorded; `operation` is "send" or "recv"."""
+        """Return the steps of a message, recorded."""
+        operation = message.operation
         call = _Call(operation if awaited else f"i{operation}", operation, site)
-        call.described, call.nbytes = message.doing, message.nbytes
+        call.described, call.nbytes = str(message), message.nbytes
         call.peer = -1 if message.peer is None else message.peer
-        call.tag = -1 if message.tag is None else message.tag
+        call.tag = message.tags[0] if message.status is None else -1
         call.algorithm = "message"
         return self._recorded(group, call, _received(call, message, steps))
 

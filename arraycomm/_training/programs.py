@@ -15,8 +15,8 @@ from typing import Any, Final
 
 from arraycomm._collectives.groups import hide
 from arraycomm._communicator import Communicator, group_of, runner_of, trees_of
-from arraycomm._messages.matching import Status
-from arraycomm._messages.messages import TAGS, Messenger
+from arraycomm._messages.matching import TAGS, Status
+from arraycomm._messages.messages import Messenger
 from arraycomm._protocol.header import Signature
 from arraycomm._training.comparison.verification import Shows, nothing_shown
 from arraycomm._training.join import PrivateGuard

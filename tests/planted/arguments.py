@@ -7,7 +7,8 @@ from typing import Final
 from tests.planted.fault import Fault
 
 _GROUPS: Final = "arraycomm/_collectives/groups.py"
-_MESSAGES: Final = "arraycomm/_messages/messages.py"
+_MATCHING: Final = "arraycomm/_messages/matching.py"
+_RECEIVING: Final = "arraycomm/_messages/receiving.py"
 _DATA: Final = "arraycomm/_training/batches/data.py"
 _ORDER: Final = "arraycomm/_training/batches/order.py"
 _SPLIT: Final = ("split_partitions",)
@@ -65,16 +66,16 @@ ARGUMENTS: Final = (
     ),
     Fault(
         "some tags: a receive of any tag takes those below 16",
-        _MESSAGES,
-        "        tags = range(TAGS) if tag is ANY_TAG",
-        "        tags = range(16) if tag is ANY_TAG",
+        _MATCHING,
+        "    tags = range(TAGS) if tag is ANY_TAG",
+        "    tags = range(16) if tag is ANY_TAG",
         _SENT,
     ),
     Fault(
         "tags modulo 4096: tags that differ by 4096 are one",
-        _MESSAGES,
-        'return check_at_least(tag, 0, "tag", TAGS - 1)',
-        'return check_at_least(tag, 0, "tag", TAGS - 1) % 4096',
+        _MATCHING,
+        "        return tag\n",
+        "        return tag % 4096\n",
         _SENT,
     ),
     Fault(
@@ -87,21 +88,21 @@ ARGUMENTS: Final = (
     ),
     Fault(
         "sent while written: `sendrecv` sends a long array that its result is written over",
-        _MESSAGES,
+        "arraycomm/_messages/sending.py",
         "any(_may_change(data, out) for out in outs):",
         "False:",
         _RECEIVED,
     ),
     Fault(
         "any tag looked for: `probe` names a message with another tag",
-        "arraycomm/_messages/matching.py",
+        _MATCHING,
         "found := self._transport.probe(source, tags)",
         "found := self._transport.probe(source, range(1 << 20))",
         _OBJECTS,
     ),
     Fault(
         "object as it was: `recv_object` returns the bytes of a long pickle",
-        _MESSAGES,
+        _RECEIVING,
         "            return loads(source, target.deliver()) if pickled else target.deliver()",
         "            short = pickled and found.elements is not None\n"
         "            return loads(source, target.deliver()) if short else target.deliver()",
@@ -109,19 +110,16 @@ ARGUMENTS: Final = (
     ),
     Fault(
         "tags of a byte: a blocking send has the last byte of its tag",
-        _MESSAGES,
-        "        yield from self._send(outgoing, wait.peer, wait.tag)",
-        "        yield from self._send(outgoing, wait.peer, wait.tag & 255)",
+        "arraycomm/_messages/messages.py",
+        "self._sender.message, x, dest, tag, timeout)",
+        "self._sender.message, x, dest, tag & 255, timeout)",
         ("a_line_of_ranks_passes_on_what_it_gets",),
     ),
     Fault(
         "another message: the error of a wait names the tag after the one that is waited for",
-        _MESSAGES,
-        "        rank, tags, what = self._named(source, tag)\n"
-        "        if not isinstance(status, Status | None):",
-        "        rank, tags, what = self._named(source, tag)\n"
-        "        what = self._named(source, 7)[2]\n"
-        "        if not isinstance(status, Status | None):",
+        "arraycomm/_messages/delivery.py",
+        'f"tag {self.tags[0]}"',
+        'f"tag {self.tags[0] + 1}"',
         ("message_that_does_not_come_is_named",),
     ),
     Fault(

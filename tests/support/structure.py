@@ -143,9 +143,7 @@ LIMITS = {
 USERS = "_communicator:Communicator"
 # What is larger today: it may shrink, not grow, and nothing is added.
 LARGER = {
-    "_messages.messages": 685,
     "_exit.exit": 507,
-    "_messages.messages:Messenger": 48,
     "adapters.torch_distributed._group:ArrayCommProcessGroup": 38,
     "_training.batches.data:DistributedDataContainer": 34,
     "_cuda.devices:Devices": 32,
