@@ -24,7 +24,6 @@ from arraycomm._exit import process_watch
 from arraycomm._exit.ending import Between, wait_for_ends
 from arraycomm._native import compiled
 from arraycomm._protocol.agreement import leave_in_step
-from arraycomm._protocol.engine import Engine
 from arraycomm._protocol.group import Group
 from arraycomm._protocol.waits import clock
 from arraycomm._protocol.waits.waiting import looks
@@ -318,7 +317,7 @@ def _forget() -> None:
         return
     _process.forked = True
     for group in _process.groups():
-        refuse(group, _FORKED)
+        group.refuse(_FORKED)
     _process.roots.clear()
     for hook in _process.on_fork:
         hook()
@@ -549,19 +548,3 @@ def _linger(watched: list[Group]) -> None:
             with suppress(Exception):
                 group.transport.progress()
         time.sleep(_NAP)
-
-
-# Not thrown away: what is outstanding there is the parent's, and its programs would begin to clean
-# up.
-_of_parents: Final[list[Engine]] = []
-
-
-def refuse(group: Group, reason: str) -> None:
-    """Make no call any more; another thread of the parent may have held the locks of its engine."""
-    _of_parents.append(group.engine)
-    group.engine.refusal = reason
-    group.engine = Engine(
-        0, False, lambda waited: None, lambda: None, lambda: None, lambda error: None
-    )
-    group.engine.refusal = reason
-    group.end(RuntimeError(reason))

@@ -65,13 +65,133 @@ class Turn:
         self.release()
 
 
-class Engine:
-    """The queue of one communicator, and its messages, which wait for nobody in the queue.
+class Outstanding:
+    """A queue of programs, and messages, which wait for nobody in the queue.
 
-    A `with` block of its `turn` is one call of the user's. While it waits, it calls `watch(seconds
-    waited)`, which raises if waiting on makes no sense, and `push_others` if no thread pushes on
-    the requests of other queues. It calls `after_wait` when a wait is over, and `close(error)` if
-    the thread that makes progress has failed.
+    `watch(seconds waited)` is called for a task that has none of its own, and raises if waiting on
+    makes no sense; `after_wait` is called when a wait is over.
+    """
+
+    def __init__(self, watch: Watch, after_wait: Callable[[], None]) -> None:
+        self._watch, self._after_wait = watch, after_wait
+        # What a call was waiting for when it was given up.
+        self.interrupted: Handle | None = None
+        # Why no use is possible in a forked child.
+        self.refusal = ""
+        # A list, not a deque: one thread may copy it while another one changes it, also without the
+        # GIL.
+        self.queue: list[Task] = []
+        self.messages: list[Task] = []
+        self.follower: Task | None = None
+        # Held by the thread that pushes on.
+        self._driving = threading.Lock()
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is outstanding."""
+        return not self.queue and not self.messages
+
+    def active(self) -> list[Task]:
+        """Return the programs that do not wait for another one; none if it is idle."""
+        return [*self.queue[:1], *self.messages]
+
+    def moved(self) -> float:
+        """Return when one of the active programs began to wait for what it waits for now."""
+        return max((task.since for task in self.active()), default=0.0)
+
+    def follow(self, program: Steps) -> None:
+        """Put a program right behind the one that is running: what comes next waits for it.
+
+        It may be pushed on beside that one, whose thread may wait outside Python for what fails
+        here.
+        """
+        self.follower = Task(program)
+        self.queue.insert(1 if self.queue else 0, self.follower)
+
+    def end_follower(self, is_over: Callable[[], bool]) -> bool:
+        """End the follower if `is_over`, and nothing else is outstanding; return True if so.
+
+        What it would check, `is_over` has checked.
+        """
+        task = self.follower
+        if task is None or len(self.queue) != 1 or self.queue[0] is not task:
+            return False
+        with task.pushing:
+            if not task.finished:
+                if not is_over():
+                    return False
+                task.finish(None, None)
+        with self._driving:
+            if self.queue and self.queue[0] is task:
+                self.queue.pop(0)
+        return True
+
+    def advance(self, polls: int = 1) -> None:
+        """Push the programs on as far as they go without waiting; poll each so often."""
+        if self.refusal:
+            raise CommunicatorClosedError(self.refusal)
+        if self._driving.locked():
+            if (follower := self.follower) is not None and not follower.pushing.locked():
+                self._advance(follower, polls)
+            return
+        # An interrupt right after an acquire() that succeeded would leave the lock held for ever.
+        with self._driving:
+            if self.messages:
+                for message in [task for task in self.messages if self._advance(task, polls)]:
+                    self.messages.remove(message)
+            while self.queue and self._advance(self.queue[0], polls):
+                self.queue.pop(0)
+
+    def push_follower(self) -> None:
+        """Push on what follows, and nothing that may wait outside Python."""
+        follower = self.follower
+        if follower is None or follower.pushing.locked() or not self._advance(follower, 1):
+            return
+        # Not in a main thread, in which an interrupt might leave it held.
+        if self._driving.acquire(False):
+            if self.queue and self.queue[0] is follower:
+                self.queue.pop(0)
+            self._driving.release()
+
+    def end(self, task: Task, error: BaseException) -> None:
+        with self._driving, task.pushing:
+            if not task.finished:
+                self.interrupted = task.waiting
+                task.fail(error)
+
+    def _advance(self, task: Task, polls: int) -> bool:
+        """Push one task on; return whether it is finished."""
+        with task.pushing:
+            while not task.finished:
+                try:
+                    waiting, watch = task.waiting, task.watch or self._watch
+                    if waiting is not None and not (
+                        waiting.done() or any(waiting.done() for _ in range(polls - 1))
+                    ):
+                        now = clock.now()
+                        if getattr(waiting, "local", False):
+                            task.since = now
+                        waited = now - task.since
+                        if waited < GLANCE or not done_after_all(waiting.done, watch, waited):
+                            return False
+                    self._after_wait()
+                except Exception as error:
+                    raise_interrupt(error)
+                    if not _withdrawn(task.waiting):
+                        return False
+                    self.interrupted = task.waiting
+                    task.fail(error)
+                    return True
+                task.step()
+            return True
+
+
+class Engine(Outstanding):
+    """Waits for what one communicator has under way, or leaves it to a thread.
+
+    A `with` block of its `turn` is one call of the user's. While it waits, it calls `push_others`
+    if no thread pushes on the requests of other queues, and `close(error)` if the thread that makes
+    progress has failed.
     """
 
     def __init__(
@@ -83,27 +203,16 @@ class Engine:
         push_others: Callable[[], None],
         close: Callable[[BaseException], None],
     ) -> None:
+        super().__init__(watch, after_wait)
         self._spins = spins
         # How often a wait for a task polls before it looks at the peers, and gives up the core.
         self._polls = max(2 * spins, 1)
         self.threaded = threaded
         # Seconds for which a wait does not sleep.
         self.patience = PATIENCE
-        self._watch = watch
-        self._after_wait = after_wait
         self._push_others, self._close = push_others, close
-        # What a call was waiting for when it was given up.
-        self.interrupted: Handle | None = None
-        # Why no use is possible in a forked child.
-        self.refusal = ""
-        # A list, not a deque: one thread may copy it while another one changes it, also without the
-        # GIL.
-        self.queue: list[Task] = []
         self.outcomes = Outcomes()
-        self.messages: list[Task] = []
-        self.follower: Task | None = None
-        self._driving = threading.Lock()
-        self.progress = ProgressThread(self.advance, self._active, self._lose_thread)
+        self.progress = ProgressThread(self.advance, self.active, self._lose_thread)
         # The thread that waits for as long as it takes, if it looks after the wait just now.
         self.blocked: int | None = None
         # Held by the thread that is calling; the fast path of small reductions takes it too.
@@ -112,19 +221,6 @@ class Engine:
     def _has_thread(self) -> bool:
         """Return whether a thread pushes on what is outstanding."""
         return self.threaded and not ProgressThread.refused
-
-    @property
-    def idle(self) -> bool:
-        """Whether nothing is outstanding."""
-        return not self.queue and not self.messages
-
-    def _active(self) -> list[Task]:
-        """Return the programs that do not wait for another one; none if it is idle."""
-        return [*self.queue[:1], *self.messages]
-
-    def _moved(self) -> float:
-        """Return when one of the active programs began to wait for what it waits for now."""
-        return max((task.since for task in self._active()), default=0.0)
 
     def run(self, program: Steps, watch: Watch | None = None) -> Any:
         """Drive a program to its end in this thread, behind what is outstanding.
@@ -166,33 +262,6 @@ class Engine:
             self._leave()
         return task
 
-    def follow(self, program: Steps) -> None:
-        """Put a program right behind the one that is running: what comes next waits for it.
-
-        It may be pushed on beside that one, whose thread may wait outside Python for what fails
-        here.
-        """
-        self.follower = Task(program)
-        self.queue.insert(1 if self.queue else 0, self.follower)
-
-    def end_follower(self, is_over: Callable[[], bool]) -> bool:
-        """End the follower if `is_over`, and nothing else is outstanding; return True if so.
-
-        What it would check, `is_over` has checked.
-        """
-        task = self.follower
-        if task is None or len(self.queue) != 1 or self.queue[0] is not task:
-            return False
-        with task.pushing:
-            if not task.finished:
-                if not is_over():
-                    return False
-                task.finish(None, None)
-        with self._driving:
-            if self.queue and self.queue[0] is task:
-                self.queue.pop(0)
-        return True
-
     def submit_message(
         self,
         program: Steps,
@@ -218,13 +287,7 @@ class Engine:
     def give_up(self, task: Task, error: BaseException) -> None:
         """End a program whose caller was interrupted: nobody is left who could wait for it."""
         task.outcome.claim()
-        self._end(task, error)
-
-    def _end(self, task: Task, error: BaseException) -> None:
-        with self._driving, task.pushing:
-            if not task.finished:
-                self.interrupted = task.waiting
-                task.fail(error)
+        self.end(task, error)
 
     def _lose_thread(self, cause: BaseException) -> None:
         """End everything outstanding, and the group: the thread that makes progress has failed."""
@@ -235,7 +298,7 @@ class Engine:
         )
         error.__cause__ = cause
         for task in [*self.queue, *self.messages]:
-            self._end(task, error)
+            self.end(task, error)
         self._close(error)
 
     def give_up_all(self, error: BaseException) -> None:
@@ -250,7 +313,7 @@ class Engine:
 
     def _leave(self) -> None:
         """Leave what is outstanding to the thread."""
-        if (self.queue or self.messages) and self.threaded and not ProgressThread.refused:
+        if not self.idle and self._has_thread():
             self.progress.start()
 
     def test(self, task: Task) -> bool:
@@ -263,33 +326,6 @@ class Engine:
                 self._leave()
         return task.finished
 
-    def advance(self, polls: int = 1) -> None:
-        """Push the programs on as far as they go without waiting; poll each so often."""
-        if self.refusal:
-            raise CommunicatorClosedError(self.refusal)
-        if self._driving.locked():
-            if (follower := self.follower) is not None and not follower.pushing.locked():
-                self._advance(follower, polls)
-            return
-        # An interrupt right after an acquire() that succeeded would leave the lock held for ever.
-        with self._driving:
-            if self.messages:
-                for message in [task for task in self.messages if self._advance(task, polls)]:
-                    self.messages.remove(message)
-            while self.queue and self._advance(self.queue[0], polls):
-                self.queue.pop(0)
-
-    def push_follower(self) -> None:
-        """Push on what follows, and nothing that may wait outside Python."""
-        follower = self.follower
-        if follower is None or follower.pushing.locked() or not self._advance(follower, 1):
-            return
-        # Not in a main thread, in which an interrupt might leave it held.
-        if self._driving.acquire(False):
-            if self.queue and self.queue[0] is follower:
-                self.queue.pop(0)
-            self._driving.release()
-
     def drain(self, *, at_end: bool = False) -> None:
         """Wait for everything outstanding; at the program's end but for what ends with a thread."""
         left = [t for t in [*self.queue, *self.messages] if at_end and t.ends_with_thread()]
@@ -301,7 +337,7 @@ class Engine:
 
     def _absent(self, handle: Handle | None) -> bool:
         """Return whether only absent ranks are awaited: by the handle and by what is under way."""
-        waiting = [*([handle] if handle else []), *(task.waiting for task in self._active())]
+        waiting = [*([handle] if handle else []), *(task.waiting for task in self.active())]
         return self._has_thread() and {isinstance(one, ControlChannel) for one in waiting} == {True}
 
     def wait_for(
@@ -329,7 +365,7 @@ class Engine:
 
         done_here = done if self._has_thread() else done_or_pushed
         absent = partial(self._absent, handle)
-        wait_for(done_here, self._spins, watch_or_go_on, self._moved, absent, self.patience)
+        wait_for(done_here, self._spins, watch_or_go_on, self.moved, absent, self.patience)
         self._after_wait()
 
     def _watch_call(self, waited: float, watch: Watch | None = None) -> None:
@@ -360,8 +396,7 @@ class Engine:
                 if not self._pushed(task, self._polls):
                     self._wait_for(task, timeout)
             finally:
-                if self.queue or self.messages:
-                    self._leave()
+                self._leave()
 
     def _wait_for(self, task: Task, timeout: float | None) -> None:
         deadline = None if timeout is None else clock.now() + timeout
@@ -375,32 +410,6 @@ class Engine:
             self.wait_for(partial(self._pushed, task, self._polls), watch)
         finally:
             self.blocked = None
-
-    def _advance(self, task: Task, polls: int) -> bool:
-        """Push one task on; return whether it is finished."""
-        with task.pushing:
-            while not task.finished:
-                try:
-                    waiting, watch = task.waiting, task.watch or self._watch
-                    if waiting is not None and not (
-                        waiting.done() or any(waiting.done() for _ in range(polls - 1))
-                    ):
-                        now = clock.now()
-                        if getattr(waiting, "local", False):
-                            task.since = now
-                        waited = now - task.since
-                        if waited < GLANCE or not done_after_all(waiting.done, watch, waited):
-                            return False
-                    self._after_wait()
-                except Exception as error:
-                    raise_interrupt(error)
-                    if not _withdrawn(task.waiting):
-                        return False
-                    self.interrupted = task.waiting
-                    task.fail(error)
-                    return True
-                task.step()
-            return True
 
 
 def _withdrawn(waiting: Handle | None) -> bool:

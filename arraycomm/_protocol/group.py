@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from arraycomm._callsite import describe_raise
 from arraycomm._checks import check_bool, check_seconds
@@ -26,6 +26,10 @@ from arraycomm._protocol.waits.deadlock import Counts, DeadlockWatch, Wait
 from arraycomm._protocol.waits.watchdog import LAST_MESSAGE, Watchdog
 from arraycomm._transports.base import Handle, Steps, Transport
 from arraycomm._transports.notes import FAILED, GAVE_UP
+
+# Not thrown away: what is outstanding there is the parent's, and its programs would begin to clean
+# up.
+_of_parents: Final[list[Engine]] = []
 
 
 class Tracer(Protocol):
@@ -220,6 +224,15 @@ class Group:
         for hook in self.on_end:
             hook()
         self.closed = error
+
+    def refuse(self, reason: str) -> None:
+        """Make no call any more, in a forked child."""
+        # Another thread of the parent may have held the locks of its engine.
+        _of_parents.append(self.engine)
+        self.engine.refusal = reason
+        self.engine = Engine(0, False, lambda _: None, *[lambda *_: None] * 3)
+        self.engine.refusal = reason
+        self.end(RuntimeError(reason))
 
     def close(self, error: BaseException, *, deferred: bool = False) -> None:
         """End the group because of an error, after which the ranks may be out of step."""
