@@ -55,7 +55,11 @@ class BeginTrace(CompareClocks):
             raise TypeError(f"path must be a str or a pathlib.Path; got {path!r}")
         super().__init__(context, f"begin {path}{by}")
         if self.group.rank == 0:
-            files.prepare(path)
+            try:
+                files.prepare(path)
+            except OSError as error:
+                what = f"{error.strerror}, so that there is no trace{by}"
+                raise OSError(error.errno, what, path) from error
 
 
 @entries()

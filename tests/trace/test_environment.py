@@ -114,3 +114,14 @@ def test_trace_that_has_no_room_is_said(
     assert (job.returncode, job.stderr.splitlines()) == (0, [lost])
     assert suffix or len(calls_of(path)[0]) == 200
     assert not path.with_name("run.json.partial").exists()
+
+
+def test_file_that_cannot_be_written_is_an_error_that_names_the_variable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nowhere = tmp_path / "none" / "run.json"
+    monkeypatch.setenv("ARRAYCOMM_TRACE", str(nowhere))
+    done = run_python("-c", ENDS, timeout=60)
+    assert done.returncode == 1
+    assert "no trace, by ARRAYCOMM_TRACE" in done.stderr
+    assert str(nowhere) in done.stderr
