@@ -274,7 +274,11 @@ WRONG: dict[str, list[Wrong]] = {
         Wrong(ValueError, r"dims must be .* is \d, or 0", lambda c: c.grid((c.size + 1,))),
         *(
             Wrong(ValueError, "dims must be numbers whose product", lambda c, n=dims: c.grid(n))
-            for dims in [(-1,), -1, 0, ()]
+            for dims in [(-1,), ()]
+        ),
+        *(
+            Wrong(ValueError, f"dims must be 1 to 64; got {number}", lambda c, n=number: c.grid(n))
+            for number in (-1, 0, 65)
         ),
         Wrong(TypeError, "dims must be an integer or several; got 'a'", lambda c: c.grid("a")),
         Wrong(ValueError, "a bool for each of 1 dims", lambda c: c.grid(1, (True, False))),

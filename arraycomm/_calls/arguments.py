@@ -59,7 +59,9 @@ def check_root(root: Any, size: int) -> int:
 
 def check_rank(rank: Any, size: int, name: str, wanted: str = "a rank") -> int:
     """Return an argument that names a rank, or raise."""
-    found = rank if type(rank) is int else check_integer(rank, f"{name} must be {wanted}")
+    if type(rank) is int and 0 <= rank < size:
+        return rank
+    found = check_integer(rank, f"{name} must be {wanted}")
     if not 0 <= found < size:
         raise ValueError(f"{name} must be a rank of the communicator, 0 to {size - 1}; got {rank}")
     return found

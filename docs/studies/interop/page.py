@@ -96,6 +96,7 @@ TAIL = """\
   the buffer protocol, whichever works first, and in place if the memory is on the host. If an array
   has an array API namespace, the result is what the `from_dlpack` of that namespace returns, or its `asarray`. A namespace
   that can make no array of the result's dtype and shape raises a `TypeError` before data moves, and `PeerError` on the other ranks.
+  If the shape depends on other ranks' arrays, as that of `allgatherv`, only this rank raises, after the data has moved; the ranks stay in step.
   An object without a namespace (Paddle, TensorFlow, Warp) comes back as a NumPy array.
 - **Classes with arithmetic of their own.** Quantities with a unit (astropy, unyt, pint, quantities), masked arrays, `numpy.matrix` and other
   classes that override the arithmetic of NumPy's arrays, torch's tensors or Python's numbers mean more than their memory: they define
