@@ -202,8 +202,7 @@ def keep_allreduce(runner: Runner, key: tuple[Any, ...], x: Any, op: str) -> Non
     group, paths, guard = runner.group, runner.fast_paths, runner.guard
     if not _may_keep(runner, x):
         return
-    # An array that cannot be looked at a second time has no fast path.
-    with forgiving:
+    try:
         source = view(x)
         form = Form(source.dtype, source.shape)
         large = nbytes_of(form) > group.inline_bytes
@@ -229,6 +228,9 @@ def keep_allreduce(runner: Runner, key: tuple[Any, ...], x: Any, op: str) -> Non
         paths.keep(key, path)
         if type(x) is np.ndarray and guard is None:
             paths.repeats.remember(op, path.exchange)
+    except Exception as error:
+        raise_interrupt(error)
+        # An array that cannot be looked at a second time has no fast path.
 
 
 class SmallCall(Exchanged):
