@@ -251,8 +251,7 @@ class ReduceBucket(AllreduceGradients):
         memory, op, options = trees_of(rounds.comm), rounds.op, rounds.options
         self._gradients = gradients = make()
         self._prepared: _Prepared | None = None
-        # Of virtual ranks the totals change from round to round.
-        repeats = onto is None and (may_overwrite or gradients is bucket.nothing)
+        repeats = may_overwrite or gradients is bucket.nothing
         if repeats and context.place_tree(()) is context.host_tree:
             self._prepared = bucket.prepared(gradients)
         if self._prepared is None:
@@ -262,7 +261,7 @@ class ReduceBucket(AllreduceGradients):
             if repeats and self.placement is context.host_tree:
                 bucket.prepare(self, gradients)
         else:
-            self._repeat(self._prepared, context, memory, op, **options)
+            self._repeat(self._prepared, context, memory, op, **options, onto=onto)
         self.word = place.word()
         self._look = part.look_at()
         self.further_words = () if self._look is None else self._look.words
@@ -275,10 +274,11 @@ class ReduceBucket(AllreduceGradients):
         op: str,
         bucket_bytes: int,
         compression: str | None,
+        onto: Onto | None,
     ) -> None:
         """Look at nothing that is known of gradients like these."""
         Operation.__init__(self, context, context.host_tree)
-        self.negotiable, self._onto = True, None
+        self.negotiable, self._onto = True, onto
         self._memory, self._host, self.op = memory, context.host_tree, op
         self._bucket_bytes, self._compression = bucket_bytes, compression
         self.signature, self.nbytes = prepared.signature, prepared.fusion.nbytes

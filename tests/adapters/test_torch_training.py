@@ -320,8 +320,9 @@ def test_ranks_in_different_steps_raise_on_all(comm: ac.Communicator, train, mat
         train(comm)
 
 
+@pytest.mark.parametrize("virtual_ranks", [None, 3])
 def test_a_step_after_a_whole_backward_pass_is_prepared_by_the_first(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, virtual_ranks: int | None
 ) -> None:
     in_steps: list[int] = []
     look = rounds.AllreduceGradients.__init__
@@ -334,7 +335,8 @@ def test_a_step_after_a_whole_backward_pass_is_prepared_by_the_first(
 
     def train(comm: ac.Communicator) -> float:
         weight = torch.nn.Parameter(torch.zeros(1))
-        optimizer = ac.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), comm=comm)
+        sgd, options = torch.optim.SGD([weight], lr=1.0), {"virtual_ranks": virtual_ranks}
+        optimizer = ac.DistributedOptimizer(sgd, comm=comm, **options)
         for _ in range(STEPS):
             optimizer.zero_grad()
             (weight * comm.rank).sum().backward()
