@@ -15,6 +15,7 @@ from arraycomm import DistributedOptimizer, synchronize
 from arraycomm._training.comparison.constants import constants_of
 from arraycomm._training.numbered import Numbering
 from arraycomm._training.programs import GradientCalls, hidden_dup
+from arraycomm._trees.nodes import is_sparse
 from arraycomm.adapters.jax._batch import Extra, check_extra
 from arraycomm.adapters.jax._collectives import (
     allgather,
@@ -128,7 +129,7 @@ def _of_states(kind: type[Any], update: Any, gradients: Any) -> Any:
 
     def checked(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
         fits = isinstance(state, kind)
-        if not fits or len(flatten(state.sums)[0]) != len(flatten(updates)[0]):
+        if not fits or _count_of(state.sums) != _count_of(updates):
             got = "one of other parameters" if fits else type(state).__name__
             with nullcontext() if is_traced((updates, state)) else gradients.announcing():
                 raise TypeError(
@@ -138,6 +139,11 @@ def _of_states(kind: type[Any], update: Any, gradients: Any) -> Any:
         return update(updates, state, params, **extra)
 
     return checked
+
+
+def _count_of(tree: Any) -> int:
+    """Return how many leaves a tree has: a sparse one is added up to a dense total."""
+    return len(jax.tree.leaves(tree, is_leaf=lambda node: node is None or is_sparse(node)))
 
 
 def _takes_extra(optimizer: optax.GradientTransformation) -> bool:

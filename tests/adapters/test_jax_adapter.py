@@ -314,6 +314,18 @@ def test_a_gradient_that_no_virtual_rank_has_stays_none(size: int) -> None:
         np.testing.assert_array_equal(updates["b"], -reduced(4, 0, "mean")["b"])
 
 
+@each_rank_of(3)
+def test_sparse_gradients_are_accumulated_in_dense_sums(comm: ac.Communicator) -> None:
+    sparse = pytest.importorskip("jax.experimental.sparse")
+    optimizer = ac.DistributedOptimizer(optax.sgd(1.0), comm=comm, accumulate=2)
+    weight = jnp.zeros((2, 2))
+    state = optimizer.init(weight)
+    for step in range(2):
+        grad = sparse.BCOO.fromdense((comm.rank + step) * jnp.eye(2))
+        updates, state = optimizer.update(grad, state, weight)
+    np.testing.assert_array_equal(updates, -1.5 * np.eye(2))
+
+
 @pytest.mark.parametrize("options", [{"accumulate": 2}, {"virtual_ranks": 4}], ids=str)
 @pytest.mark.parametrize("wrong", ["that of the plain one", None, "that of other parameters"])
 def test_a_wrong_state_is_refused_on_all_ranks(options: dict[str, int], wrong: str | None) -> None:
