@@ -105,4 +105,6 @@ def _arrays_in(tree: Any, name: str, numbers: Any = float) -> Iterator[tuple[str
         elif hasattr(leaf, "dtype") and hasattr(leaf, "shape"):
             yield path, leaf
         elif offered(leaf):
-            yield path, exchange(leaf, "numpy")
+            # What cannot be read is no array: an optimizer may have attributes of any kind.
+            with suppress(BufferError, TypeError):
+                yield path, exchange(leaf, "numpy")

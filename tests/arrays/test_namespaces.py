@@ -130,6 +130,22 @@ def test_parameters_that_show_dlpack_alone_are_compared(differ: bool) -> None:
     run(3, check)
 
 
+def test_an_optimizer_may_keep_an_object_whose_dlpack_cannot_be_read() -> None:
+    class Optimizer:
+        def __init__(self) -> None:
+            # As a column of text of pyarrow.
+            self.names = SimpleNamespace(__dlpack__=list.pop, __dlpack_device__=lambda: (1, 0))
+
+        def step(self, params: Any, grads: Any) -> Any:
+            return grads
+
+    def check(comm: Communicator) -> float:
+        optimizer = ac.DistributedOptimizer(Optimizer(), comm=comm)
+        return float(optimizer.step([np.zeros(1)], [np.full(1, float(comm.rank))])[0][0])
+
+    assert run(3, check) == [1.0] * 3
+
+
 @pytest.mark.parametrize("kind", ["nothing", "too long"])
 @pytest.mark.parametrize("call", ["tree", "plan", "metrics", "exchange"])
 def test_trees_and_exchange_name_the_class_too(call: str, kind: str) -> None:
