@@ -141,7 +141,9 @@ def is_interrupt(error: BaseException) -> bool:
         values = frame.f_locals
         given = [values.get(name) for name in code.co_varnames[: code.co_argcount]]
         if code.co_flags & CO_VARARGS:
-            given += values.get(code.co_varnames[code.co_argcount + code.co_kwonlyargcount], ())
+            rest = values.get(code.co_varnames[code.co_argcount + code.co_kwonlyargcount])
+            # The function may have bound anything to the name.
+            given += rest if isinstance(rest, tuple) else ()
         if any(each is frame.f_back for each in given):
             return True
     return False

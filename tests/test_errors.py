@@ -144,3 +144,15 @@ def test_what_a_handler_raises_leaves_a_call_as_it_is(name: str) -> None:
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert not is_interrupt(raised(lambda: handler(0, None)))
+
+
+def test_a_function_may_have_bound_its_arguments_anew() -> None:
+    class Unreadable:
+        def read(self, *args: Any, **_: Any) -> Any:
+            args = None  # type: ignore[assignment]
+            raise ValueError(args)
+
+        __dlpack__ = __dlpack_device__ = read
+
+    with pytest.raises(BufferError, match="ValueError: None"):
+        ac.exchange(Unreadable(), "numpy")
