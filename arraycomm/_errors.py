@@ -19,8 +19,9 @@ on the rank that passed it, and a `PeerError` on the others.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from inspect import CO_VARARGS
 from typing import Final
 
@@ -131,18 +132,16 @@ def is_interrupt(error: BaseException) -> bool:
     """
     if not isinstance(error, Exception):
         return True
-    step = error.__traceback__
-    while step is not None:
-        frame, step = step.tb_frame, step.tb_next
+    for frame, _ in traceback.walk_tb(error.__traceback__):
         code = frame.f_code
-        # To look at the variables of one that still runs would keep them, and with them the error.
+        # Ours may still run: to look at its variables would keep them, and with them the error.
         if is_ours(code.co_filename) or frame.f_back is None:
             continue
         values = frame.f_locals
         given = [values.get(name) for name in code.co_varnames[: code.co_argcount]]
         if code.co_flags & CO_VARARGS:
             rest = values.get(code.co_varnames[code.co_argcount + code.co_kwonlyargcount])
-            # The function may have bound anything to the name.
+            # The function may have put anything in their place.
             given += rest if isinstance(rest, tuple) else ()
         if any(each is frame.f_back for each in given):
             return True
@@ -162,10 +161,7 @@ def raise_interrupt(error: Exception, *others: type[Exception]) -> None:
             del error
 
 
-class _Forgiving:
-    def __enter__(self) -> None:
-        """Nothing is needed."""
-
+class _Forgiving(nullcontext[None]):
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         return error is not None and not is_interrupt(error)
 

@@ -113,7 +113,7 @@ class Allgatherv(OfAnyLength):
     def steps(self, agreement: Agreement) -> Steps:
         elements, dtype = prod(self.row), self.source.dtype
         self.received = agreement.lengths(elements * dtype.itemsize, empty=not elements)
-        _check_rows(self.received, dtype.itemsize)
+        _check_rows(self.received, self.row, dtype)
         check_table(self.group.rank, [self.received[self.group.rank]], self.word)
         bounds = bounds_of(self.received, elements)
         longest = max(self.received)
@@ -165,7 +165,7 @@ class Alltoallv(OfAnyLength):
             check_table(rank, counts, self.words[rank])
             check_size(rank, [counts[group.rank]], elements * dtype.itemsize)
         for received in () if elements else zip(*tables.tolist(), strict=True):
-            _check_rows(received, dtype.itemsize)
+            _check_rows(received, self.row, dtype)
         self.received = tables[:, group.rank].tolist()
         if data is None:
             nbytes = int(tables.sum()) * elements * dtype.itemsize
@@ -206,9 +206,10 @@ class Alltoallv(OfAnyLength):
         return tables, [agreement.payload(rank, end)[width:] for rank, end in enumerate(ends)]
 
 
-def _check_rows(received: Sequence[int], itemsize: int) -> None:
+def _check_rows(received: Sequence[int], row: Sequence[int], dtype: DType) -> None:
     """Raise if rows, which may be empty, are more than one array can have."""
-    if (rows := sum(received)) * itemsize > sys.maxsize:
+    rows = sum(received)
+    if prod([rows, *filter(None, row)]) * dtype.itemsize > sys.maxsize:
         raise UndeliveredError(ValueError(f"no array can have the {rows} rows of all arrays"))
 
 

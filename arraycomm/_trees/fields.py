@@ -95,7 +95,7 @@ def _further(instance: Any, path: str) -> list[tuple[str, Any]]:
         for name, value in sorted(held.items())
         if name not in fields
         if not name.startswith("__")
-        if not _is_cache(kind, name)
+        if not is_cache(kind, name)
     ]
     if isinstance(instance, _CONTAINERS):
         items = instance.items() if isinstance(instance, dict) else instance
@@ -109,7 +109,7 @@ def _slots(kind: type) -> Sequence[str]:
     return [name for name in named if name not in ("__dict__", "__weakref__")]
 
 
-def _is_cache(kind: type, name: str) -> bool:
+def is_cache(kind: type, name: str) -> bool:
     """Return whether the class computes an attribute where the object does not hold it."""
     computed = getattr(kind, name, None)
     is_method = isinstance(computed, FunctionType)
@@ -130,7 +130,7 @@ def _is_inert(value: Any) -> bool:
 
 def _copied(instance: Any, values: dict[str, Any]) -> Any:
     made = copy.copy(instance)
-    for name in [name for name in getattr(made, "__dict__", ()) if _is_cache(type(made), name)]:
+    for name in [name for name in getattr(made, "__dict__", ()) if is_cache(type(made), name)]:
         # From the old fields, unless it is one.
         if name not in values:
             del made.__dict__[name]

@@ -96,7 +96,7 @@ class Plan(ProcessBound):
         self, runner: Runner, memory: TreeMemory, leaves: Leaves, op: str, fusion: Fusion
     ) -> None:
         self._runner, self.memory, self.op, self.fusion = runner, memory, op, fusion
-        self._paths, self._settings = leaves.paths, self._settings_of(leaves.flat)
+        self._paths, self._settings = tuple(leaves.paths), self._settings_of(leaves.flat)
         self._specs = [None if leaf is None else (leaf.dtype, leaf.shape) for leaf in leaves.views]
         self.signature = _signature("Plan", op, leaves, self._settings)
         # Returns the fusion of the leaves on the host if other leaves are on devices.
@@ -127,7 +127,7 @@ class Plan(ProcessBound):
 
     def check_structure(self, flat: Flat) -> None:
         """Raise unless the tree has the plan's structure."""
-        paths, settings = flat.paths, self._settings_of(flat)
+        paths, settings = tuple(flat.paths), self._settings_of(flat)
         if paths == self._paths and settings == self._settings:
             return
         pairs: list[tuple[str | None, str | None]] = [*zip(paths, self._paths, strict=False)]

@@ -119,27 +119,28 @@ def outline_of(spec: optree.PyTreeSpec, name: str) -> Outline:
     """Return the outline of a structure, or raise if optree does not know enough of it."""
     paths: list[str] = []
     lines: list[str] = []
-    may_hold = _walk(spec, name, paths, lines)
+    kinds: set[Any] = set()
+    _walk(spec, name, paths, lines, kinds)
+    may_hold = any(kind.__dictoffset__ for kind in kinds)
     return Outline(tuple(paths), "\n".join(sorted(lines)), may_hold)
 
 
-def _walk(spec: optree.PyTreeSpec, path: str, paths: list[str], lines: list[str]) -> bool:
-    """Note the paths of leaves, and the containers; raise for those that are opened here.
-
-    Return whether any of them may have attributes.
-    """
+def _walk(
+    spec: optree.PyTreeSpec, path: str, paths: list[str], lines: list[str], kinds: set[Any]
+) -> None:
+    """Note the paths of leaves, and the containers; raise for those that are opened here."""
     if spec.is_leaf():
         paths.append(path)
-        return False
+        return
+    kinds.add(spec.type)
     root: Any = spec.one_level()
     like = root.unflatten(range(root.num_children)) if spec.type in _WITH_SETTINGS else None
     lines.append(_container(path, spec.type, like))
     other_keys = spec.type in (dict, defaultdict) and not are_plain(spec.entries())
     if other_keys or is_custom(spec.type):
         raise NotPlainError
-    pairs = zip(_child_paths(spec, path), spec.children(), strict=True)
-    inner = [_walk(child, child_path, paths, lines) for child_path, child in pairs]
-    return any(inner) or getattr(spec.type, "__dictoffset__", 0) != 0
+    for child_path, child in zip(_child_paths(spec, path), spec.children(), strict=True):
+        _walk(child, child_path, paths, lines, kinds)
 
 
 def _container(path: str, kind: Any, like: Any) -> str:

@@ -56,10 +56,12 @@ def test_statistics_count_the_bytes_that_were_passed(comm: Communicator) -> None
         assert numbers["seconds"] > 0
 
 
-@pytest.mark.parametrize("rows", [2**41, 2**59, 2**60])
+@pytest.mark.parametrize("shape", [(2**41, 0), (2**59, 0), (2**60, 0), (2**57, 0, 8)], ids=str)
 @each_rank_of(3)
-def test_empty_rows_may_be_any_number_that_arrays_have(comm: Communicator, rows: int) -> None:
-    x, fits = np.empty((rows, 0), np.float32), rows < 2**60
+def test_empty_rows_may_be_any_number_that_arrays_have(
+    comm: Communicator, shape: tuple[int, ...]
+) -> None:
+    rows, x, fits = shape[0], np.empty(shape, np.float32), shape in ((2**41, 0), (2**59, 0))
     parts = [rows] + [0] * (comm.size - 1)
     calls = (
         lambda: comm.allgatherv(x),

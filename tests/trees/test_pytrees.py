@@ -9,6 +9,7 @@ import sys
 from collections import OrderedDict, defaultdict, deque
 from datetime import date
 from fractions import Fraction
+from functools import cached_property, partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -61,10 +62,19 @@ def test_rebuilt_trees_have_the_same_containers_and_order() -> None:
 class Named(Point):
     """Has a `__dict__`, as no class of `NamedTuple` itself."""
 
+    def __new__(cls, *args):
+        made = super().__new__(cls, *args)
+        made.summed = np.sum(made.x) if type(made.x) is np.ndarray else 0
+        return made
 
-def with_attribute(container, value):
+    @cached_property
+    def total(self):
+        return np.sum(self.x)
+
+
+def with_attribute(container, value, name="_metadata"):
     if value is not None:
-        container._metadata = value
+        setattr(container, name, value)
     return container
 
 
@@ -87,10 +97,30 @@ def test_attributes_of_containers_stay(make, held) -> None:
                 assert type(made) is type(tree)
                 assert vars(made) == vars(tree)
             assert vars(comm.plan(tree)(tree)) == vars(tree)
-        with pytest.raises(ac.MismatchError, match="_metadata"):
-            ac.raise_on_difference(tree, comm=comm)
+            assert vars(comm.plan(make(np.ones(2)))(tree)) == vars(tree)
+        ac.raise_on_difference(tree, comm=comm)
+        with pytest.raises(ac.MismatchError, match="unit"):
+            ac.raise_on_difference(with_attribute(tree, comm.rank, "unit"), comm=comm)
 
     run(2, check)
+
+
+def test_attributes_that_follow_from_children_are_those_of_the_new_ones() -> None:
+    def check(comm) -> None:
+        tree = Named(np.full(2, comm.rank), 1.0)
+        assert tree.total == 2 * comm.rank
+        for call in (partial(ac.allreduce_tree, op="sum"), partial(ac.synchronize, root=1)):
+            made = call(tree, comm=comm)
+            assert (made.summed, made.total) == (2, 2)
+
+    run(2, check)
+
+
+def test_trees_may_be_as_deep_as_python_calls() -> None:
+    tree = 1.0
+    for _ in range(700):
+        tree = [tree]
+    assert len(flatten(tree).paths) == 1
 
 
 @pytest.mark.parametrize("kind", [np.ndarray, np.float64, Point, "torch.Tensor"])
