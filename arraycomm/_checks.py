@@ -8,10 +8,8 @@ from typing import Any, Final
 
 import numpy as np
 
-# Python writes no longer ones in decimal, as errors do.
+# Python writes no longer integers in decimal, as errors do.
 _MOST_BITS: Final = 14_000
-
-
 # Virtual ranks: a step of more has more rounds than anybody waits for.
 MOST_RANKS: Final = 1 << 20
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, suppress
 from inspect import CO_VARARGS
 from typing import Final
 
@@ -161,7 +161,7 @@ def raise_interrupt(error: Exception, *others: type[Exception]) -> None:
             del error
 
 
-class _Forgiving(nullcontext[None]):
+class _Forgiving(suppress):
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         return error is not None and not is_interrupt(error)
 

@@ -112,11 +112,9 @@ def distribute(
     init, update = inner.init, steps.update
     if gradients.virtual is not None:
         rounds = VirtualUpdates(inner, updates, gradients.virtual)
-        init, update = rounds.init, rounds.update
+        init, update = rounds.init, _of_states(VirtualState, rounds.update, gradients)
     elif gradients.compression is not None:
         update = steps.update_compressed
-    if gradients.virtual is not None:
-        update = _of_states(VirtualState, update, gradients)
     reducing = _Distributed(init, gradients.entry(update))
     if gradients.accumulate == 1:
         return reducing

@@ -208,7 +208,7 @@ class Runner:
         try:
             operation = prepare(None)
         except BaseException as error:
-            if is_interrupt(error):
+            if not isinstance(error, Exception) or is_interrupt(error):
                 group.close(error)
                 raise
             self.statistics.count(name)

@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from itertools import compress
-from operator import add, sub
 from typing import Any, Final
 
 import numpy as np
@@ -107,10 +106,10 @@ class GridCalls(ProcessBound):
         if not -len(self.dims) <= along < len(self.dims):
             raise ValueError(f"shift: axis must be a dimension of {self.dims}; got {axis}")
         step = check_integer(steps, "shift: steps must be an integer")
-        far = [step * (n == along % len(self.dims)) for n in range(len(self.dims))]
-        return self.rank_at([*map(sub, self.coords, far)]), self.rank_at(
-            [*map(add, self.coords, far)]
-        )
+        before, after = list(self.coords), list(self.coords)
+        before[along] -= step
+        after[along] += step
+        return self.rank_at(before), self.rank_at(after)
 
     @property
     def neighbors(self) -> list[int]:

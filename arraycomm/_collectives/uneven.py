@@ -186,12 +186,8 @@ class Alltoallv(OfAnyLength):
 
     def _tables(self, agreement: Agreement, row_bytes: int) -> Steps:
         """Return how many rows each rank sends to each, and their data if it came along."""
-        group, width, lengths = (
-            self.group,
-            self.table.nbytes,
-            agreement.lengths(empty=not row_bytes),
-        )
-        self.words = lengths
+        group, width = self.group, self.table.nbytes
+        self.words = lengths = agreement.lengths(empty=not row_bytes)
         tables = np.empty((group.size, group.size), np.int64)
         if width > group.inline_bytes:
             tables[group.rank] = self.table

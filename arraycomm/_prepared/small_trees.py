@@ -22,7 +22,7 @@ from arraycomm._trees.buffers import BYTE
 from arraycomm._trees.held import hold
 from arraycomm._trees.layout import slots_of
 from arraycomm._trees.leaves import NUMBERS, tied
-from arraycomm._trees.pytrees import plain_outline
+from arraycomm._trees.pytrees import outline_of, unflatten
 
 # To look at more leaves takes longer than a call in full does besides.
 _MOST_LEAVES: Final = 256
@@ -62,7 +62,7 @@ class Given:
         self.leaves, self.spec = optree.tree_flatten(tree, none_is_leaf=True)
         if len(self.leaves) > _MOST_LEAVES:
             raise ValueError("a tree of many leaves")
-        self.shape = plain_outline(tree, self.spec, "tree")
+        self.shape = outline_of(self.spec, "tree")
         looks = [
             type(leaf) if type(leaf) in NUMBERS else (type(leaf), leaf.dtype, leaf.shape)
             for leaf in self.leaves
@@ -71,6 +71,10 @@ class Given:
         self.key = self.shape, self.dtype
         # As of an array, which may be of one type on the host and on a device.
         self.is_cuda = getattr(self.leaves[0], "is_cuda", None) if self.leaves else None
+
+    def made_of(self, results: list[Any]) -> Any:
+        """Return such a tree of other leaves."""
+        return unflatten(self.spec, self.shape.holders, self.tree, results)
 
 
 class SmallTree(Exchanged):
@@ -123,7 +127,7 @@ class SmallTree(Exchanged):
 
     @staticmethod
     def whole(x: Given, results: list[Any]) -> Any:
-        return optree.tree_unflatten(x.spec, tied(x.leaves, results))
+        return x.made_of(tied(x.leaves, results))
 
     def __call__(self, x: Given, out: Any) -> Any:
         leaves = x.leaves
@@ -144,9 +148,7 @@ class SmallTree(Exchanged):
             return result
         if self._folds:
             self._fold(received.reshape(self._group.size, -1), sent)
-        return self.handed_over(
-            lambda: optree.tree_unflatten(x.spec, _results(leaves, slots, likes))
-        )
+        return self.handed_over(lambda: x.made_of(_results(leaves, slots, likes)))
 
     def _fill(
         self, leaves: list[Any], slots: list[Array], sent: Array

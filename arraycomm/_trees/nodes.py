@@ -17,7 +17,7 @@ import optree
 from arraycomm._arrays.dlpack import offered
 from arraycomm._arrays.results import overlaps_itself
 from arraycomm._errors import forgiving
-from arraycomm._trees.fields import Fields, fields_of, is_cache, is_dataclass, static_fields
+from arraycomm._trees.fields import Fields, fields_of, is_dataclass, static_fields
 from arraycomm._trees.keys import describe_keys
 from arraycomm._trees.opened import opened, says_contents, stays
 from arraycomm._trees.static import Static
@@ -154,40 +154,17 @@ def open_mapping(mapping: Any, path: str) -> Node:
     )
 
 
-def open_attributed(container: Any, path: str) -> Node:
-    """Open a container of optree that has attributes, which are each rank's own."""
-    children, metadata, _, make = optree.tree_flatten_one_level(container, none_is_leaf=True)
-
-    kind = type(container)
-    held = {name: each for name, each in vars(container).items() if not is_cache(kind, name)}
-
-    def rebuild(new: list[Any]) -> Any:
-        made: Any = make(metadata, new)
-        # What its class makes of the new children is not that of the old ones.
-        vars(made).update(held | vars(made))
-        return made
-
-    stayed = [(f"{path}.{name}", each) for name, each in held.items() if name[0] != "_"]
-    return Node(children, _suffixes(container), rebuild, stayed=stayed)
-
-
 def open_custom(leaf: Any, path: str) -> Node:
     """Open a type that is registered with optree, one level deep."""
     children, metadata, _, make = optree.tree_flatten_one_level(leaf, none_is_leaf=True)
-    suffixes = _suffixes(leaf)
+    spec: Any = optree.tree_structure(leaf, is_leaf=lambda x: x is not leaf, none_is_leaf=True)
+    suffixes = [accessor[0].codify("") for accessor in spec.accessors()]
     return Node(
         children,
         suffixes,
         lambda new, data: make(data, new),
         _static(leaf, path, suffixes, metadata),
     )
-
-
-def _suffixes(container: Any) -> list[str]:
-    spec: Any = optree.tree_structure(
-        container, is_leaf=lambda x: x is not container, none_is_leaf=True
-    )
-    return [accessor[0].codify("") for accessor in spec.accessors()]
 
 
 def _open_registered(tree_util: Any, leaf: Any, path: str) -> Node | None:

@@ -7,9 +7,10 @@ containers without leaves.
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
+from functools import lru_cache, reduce
+from operator import getitem
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -17,16 +18,9 @@ import optree
 
 from arraycomm._protocol.header import Settings
 from arraycomm._protocol.mismatch import STATIC, STRUCTURE
+from arraycomm._trees.fields import is_cache
 from arraycomm._trees.keys import are_plain, describe_keys
-from arraycomm._trees.nodes import (
-    ExtraState,
-    Node,
-    is_custom,
-    open_attributed,
-    open_custom,
-    open_mapping,
-    open_node,
-)
+from arraycomm._trees.nodes import ExtraState, Node, is_custom, open_custom, open_mapping, open_node
 from arraycomm._trees.opened import says_contents
 from arraycomm._trees.static import Static, lines_of, texts_of
 
@@ -69,8 +63,8 @@ class Outline(NamedTuple):
 
     paths: tuple[str, ...]
     structure: str
-    # Whether there are containers of types whose instances may have attributes.
-    may_hold: bool
+    # Containers of types whose instances may have attributes: their paths, and keys to them.
+    holders: tuple[tuple[str, tuple[Any, ...]], ...]
 
 
 class NotPlainError(Exception):
@@ -84,7 +78,7 @@ def flatten(tree: Any, name: str = "tree", *, rebuilds: bool = True) -> Flat:
     """
     leaves, spec = optree.tree_flatten(tree, none_is_leaf=True)
     try:
-        outline = plain_outline(tree, spec, name)
+        outline = outline_of(spec, name)
     except NotPlainError:
         leaves, spec = optree.tree_flatten(tree, is_leaf=_is_opened_here, none_is_leaf=True)
         outline = outline_of(spec, name)
@@ -95,22 +89,37 @@ def flatten(tree: Any, name: str = "tree", *, rebuilds: bool = True) -> Flat:
         node or (None if type(leaf) in _PLAIN else open_node(leaf, path, rebuilds=rebuilds))
         for node, leaf, path in zip(found, leaves, outline.paths, strict=True)
     ]
-    if not any(nodes):
-        return Flat(
-            leaves,
-            outline.paths,
-            outline.structure,
-            lambda new, static=None: optree.tree_unflatten(spec, new),
-        )
-    return _flatten_nodes(leaves, outline, nodes, spec, rebuilds=rebuilds)
+    holders = outline.holders
+    whole = Flat(
+        leaves,
+        outline.paths,
+        outline.structure,
+        lambda new, static=None: unflatten(spec, holders, tree, new),
+        stayed=[
+            (f"{path}.{attribute}", value)
+            for path, keys in holders
+            for attribute, value in _attributes(reduce(getitem, keys, tree)).items()
+            if not attribute.startswith("_")
+        ],
+    )
+    return _flatten_nodes(whole, nodes, rebuilds=rebuilds) if any(nodes) else whole
 
 
-def plain_outline(tree: Any, spec: optree.PyTreeSpec, name: str) -> Outline:
-    """Return the outline of a tree, or raise if optree does not know enough of it."""
-    outline = outline_of(spec, name)
-    if outline.may_hold and any(map(_has_attributes, optree.tree_leaves(tree, _has_attributes))):
-        raise NotPlainError
-    return outline
+def unflatten(spec: optree.PyTreeSpec, holders: Any, tree: Any, new: Sequence[Any]) -> Any:
+    """Return a tree of new leaves, whose containers have the attributes of those of `tree`."""
+    made: Any = optree.tree_unflatten(spec, new)
+    for _, keys in holders:
+        if held := _attributes(reduce(getitem, keys, tree)):
+            into = vars(reduce(getitem, keys, made))
+            # What its class makes of the new children is not that of the old ones.
+            into.update(held | into)
+    return made
+
+
+def _attributes(container: Any) -> dict[str, Any]:
+    """Return the attributes of a container of optree, but for what it has cached."""
+    kind, held = type(container), vars(container)
+    return {name: each for name, each in held.items() if not is_cache(kind, name)}
 
 
 # Only of structures of plain containers: others may have metadata that changes, or has no `==`.
@@ -119,28 +128,36 @@ def outline_of(spec: optree.PyTreeSpec, name: str) -> Outline:
     """Return the outline of a structure, or raise if optree does not know enough of it."""
     paths: list[str] = []
     lines: list[str] = []
-    kinds: set[Any] = set()
-    _walk(spec, name, paths, lines, kinds)
-    may_hold = any(kind.__dictoffset__ for kind in kinds)
-    return Outline(tuple(paths), "\n".join(sorted(lines)), may_hold)
+    holders: list[tuple[str, tuple[Any, ...]]] = []
+    _walk(spec, (name, ()), paths, lines, holders)
+    return Outline(tuple(paths), "\n".join(sorted(lines)), tuple(holders))
 
 
 def _walk(
-    spec: optree.PyTreeSpec, path: str, paths: list[str], lines: list[str], kinds: set[Any]
+    spec: optree.PyTreeSpec,
+    place: tuple[str, tuple[Any, ...]],
+    paths: list[str],
+    lines: list[str],
+    holders: list[tuple[str, tuple[Any, ...]]],
 ) -> None:
     """Note the paths of leaves, and the containers; raise for those that are opened here."""
+    path, keys = place
     if spec.is_leaf():
         paths.append(path)
         return
-    kinds.add(spec.type)
+    kind: Any = spec.type
     root: Any = spec.one_level()
-    like = root.unflatten(range(root.num_children)) if spec.type in _WITH_SETTINGS else None
-    lines.append(_container(path, spec.type, like))
-    other_keys = spec.type in (dict, defaultdict) and not are_plain(spec.entries())
-    if other_keys or is_custom(spec.type):
+    like = root.unflatten(range(root.num_children)) if kind in _WITH_SETTINGS else None
+    lines.append(_container(path, kind, like))
+    entries = spec.entries()
+    other_keys = kind in (dict, defaultdict) and not are_plain(entries)
+    if other_keys or is_custom(kind):
         raise NotPlainError
-    for child_path, child in zip(_child_paths(spec, path), spec.children(), strict=True):
-        _walk(child, child_path, paths, lines, kinds)
+    if kind.__dictoffset__:
+        holders.append(place)
+    children = zip(_child_paths(spec, path), entries, spec.children(), strict=True)
+    for child_path, key, child in children:
+        _walk(child, (child_path, (*keys, key)), paths, lines, holders)
 
 
 def _container(path: str, kind: Any, like: Any) -> str:
@@ -163,37 +180,23 @@ def _child_paths(spec: optree.PyTreeSpec, path: str) -> list[str]:
 
 def _is_opened_here(tree: Any) -> bool:
     kind = type(tree)
-    other_keys = kind in (dict, defaultdict) and not are_plain(tree)
-    return other_keys or is_custom(kind) or _has_attributes(tree)
-
-
-def _has_attributes(tree: Any) -> bool:
-    """Return whether a container of optree has attributes, as the state dict of a torch module."""
-    known = type(tree) is OrderedDict or optree.is_namedtuple_instance(tree)
-    return known and bool(getattr(tree, "__dict__", None))
+    return (kind in (dict, defaultdict) and not are_plain(tree)) or is_custom(kind)
 
 
 def _open_here(tree: Any, path: str) -> Node | None:
     if not _is_opened_here(tree) or says_contents(tree):
         return None
-    if type(tree) in (dict, defaultdict):
-        return open_mapping(tree, path)
-    return open_attributed(tree, path) if _has_attributes(tree) else open_custom(tree, path)
+    return (
+        open_mapping(tree, path) if type(tree) in (dict, defaultdict) else open_custom(tree, path)
+    )
 
 
-def _flatten_nodes(
-    leaves: list[Any],
-    outline: Outline,
-    nodes: list[Node | None],
-    spec: optree.PyTreeSpec,
-    *,
-    rebuilds: bool,
-) -> Flat:
+def _flatten_nodes(outer: Flat, nodes: list[Node | None], *, rebuilds: bool) -> Flat:
     """Flatten those leaves of optree that are containers."""
-    whole = Flat([], [], "", lambda: None, [], [], [], [])
-    lines = outline.structure.splitlines()
+    whole = Flat([], [], "", lambda: None, [], [], [*outer.stayed], [])
+    lines = outer.structure.splitlines()
     parts: list[tuple[Node | None, list[Flat]]] = []
-    for leaf, path, node in zip(leaves, outline.paths, nodes, strict=True):
+    for leaf, path, node in zip(outer.leaves, outer.paths, nodes, strict=True):
         if node is None:
             inner = [Flat([leaf], [path], "", lambda new, static: new[0])]
         else:
@@ -213,8 +216,7 @@ def _flatten_nodes(
     def rebuild(new: list[Any], static: Sequence[Any] | None = None) -> Any:
         rest = iter(new)
         given = iter([each.value for each in whole.static] if static is None else static)
-        built = [_built(node, inner, rest, given) for node, inner in parts]
-        return optree.tree_unflatten(spec, built)
+        return outer.rebuild([_built(node, inner, rest, given) for node, inner in parts])
 
     return whole._replace(structure="\n".join(sorted(lines)), rebuild=rebuild)
 
