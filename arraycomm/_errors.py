@@ -118,17 +118,15 @@ def with_alternatives(error: TypeError, functions: Mapping[str, str]) -> TypeErr
 
 def text_of(error: BaseException) -> str:
     """Return an exception's message, also if its own `__str__` raises."""
-    try:
+    with forgiving:
         return str(error)
-    except Exception as raised:
-        raise_interrupt(raised)
-        return f"<{type(error).__name__} whose __str__ raises>"
+    return f"<{type(error).__name__} whose __str__ raises>"
 
 
 def is_interrupt(error: BaseException) -> bool:
     """Return whether an error is no failure of what was called: Ctrl-C, or of a signal's handler.
 
-    A handler is given the frame that Python calls it from, as no other function is.
+    A handler is given the frame that Python calls it from, as hardly any other function is.
     """
     if not isinstance(error, Exception):
         return True

@@ -7,7 +7,7 @@ import threading
 from typing import Any
 
 from arraycomm._callsite import CallSite
-from arraycomm._errors import is_interrupt, raise_interrupt
+from arraycomm._errors import forgiving, is_interrupt
 from arraycomm._protocol.waits import clock
 from arraycomm._protocol.waits.outcomes import Outcome, Outcomes
 from arraycomm._protocol.waits.waiting import Watch
@@ -16,12 +16,10 @@ from arraycomm._transports.base import Handle, Steps
 
 def without_traceback(error: BaseException) -> BaseException:
     """Return a copy of an error that keeps no frames alive, or the error if it cannot be copied."""
-    try:
+    with forgiving:
         copied = copy.copy(error)
         return copied if type(copied) is type(error) else error
-    except Exception as raised:
-        raise_interrupt(raised)
-        return error
+    return error
 
 
 class Task:

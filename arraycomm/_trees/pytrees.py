@@ -58,13 +58,20 @@ class Flat(NamedTuple):
         return (STRUCTURE, "\n".join([self.structure, *kept])), (STATIC, "\n".join(sent))
 
 
+class Place(NamedTuple):
+    """The path of a container, and the keys that lead to it."""
+
+    path: str
+    keys: tuple[Any, ...] = ()
+
+
 class Outline(NamedTuple):
     """What optree's structure says of the ranks' trees."""
 
     paths: tuple[str, ...]
     structure: str
-    # Containers of types whose instances may have attributes: their paths, and keys to them.
-    holders: tuple[tuple[str, tuple[Any, ...]], ...]
+    # Containers of types whose instances may have attributes.
+    holders: tuple[Place, ...]
 
 
 class NotPlainError(Exception):
@@ -105,7 +112,9 @@ def flatten(tree: Any, name: str = "tree", *, rebuilds: bool = True) -> Flat:
     return _flatten_nodes(whole, nodes, rebuilds=rebuilds) if any(nodes) else whole
 
 
-def unflatten(spec: optree.PyTreeSpec, holders: Any, tree: Any, new: Sequence[Any]) -> Any:
+def unflatten(
+    spec: optree.PyTreeSpec, holders: Sequence[Place], tree: Any, new: Sequence[Any]
+) -> Any:
     """Return a tree of new leaves, whose containers have the attributes of those of `tree`."""
     made: Any = optree.tree_unflatten(spec, new)
     for _, keys in holders:
@@ -128,17 +137,13 @@ def outline_of(spec: optree.PyTreeSpec, name: str) -> Outline:
     """Return the outline of a structure, or raise if optree does not know enough of it."""
     paths: list[str] = []
     lines: list[str] = []
-    holders: list[tuple[str, tuple[Any, ...]]] = []
-    _walk(spec, (name, ()), paths, lines, holders)
+    holders: list[Place] = []
+    _walk(spec, Place(name), paths, lines, holders)
     return Outline(tuple(paths), "\n".join(sorted(lines)), tuple(holders))
 
 
 def _walk(
-    spec: optree.PyTreeSpec,
-    place: tuple[str, tuple[Any, ...]],
-    paths: list[str],
-    lines: list[str],
-    holders: list[tuple[str, tuple[Any, ...]]],
+    spec: optree.PyTreeSpec, place: Place, paths: list[str], lines: list[str], holders: list[Place]
 ) -> None:
     """Note the paths of leaves, and the containers; raise for those that are opened here."""
     path, keys = place
@@ -155,9 +160,9 @@ def _walk(
         raise NotPlainError
     if kind.__dictoffset__:
         holders.append(place)
-    children = zip(_child_paths(spec, path), entries, spec.children(), strict=True)
-    for child_path, key, child in children:
-        _walk(child, (child_path, (*keys, key)), paths, lines, holders)
+    places = map(Place, _child_paths(spec, path), [(*keys, key) for key in entries])
+    for inside, child in zip(places, spec.children(), strict=True):
+        _walk(child, inside, paths, lines, holders)
 
 
 def _container(path: str, kind: Any, like: Any) -> str:

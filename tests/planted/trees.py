@@ -189,7 +189,7 @@ TREES: Final = (
     Fault(
         "keys as they come: the keys of a dict are in the order in which a rank has put them in",
         "arraycomm/_trees/pytrees.py",
-        "    other_keys = spec.type in (dict, defaultdict) and not are_plain(spec.entries())",
+        "    other_keys = kind in (dict, defaultdict) and not are_plain(entries)",
         "    other_keys = False",
         ("keys_come_in_one_order_whatever_that_of_their_insertion",),
     ),
