@@ -146,12 +146,10 @@ def test_what_a_handler_raises_leaves_a_call_as_it_is(name: str) -> None:
     assert not is_interrupt(raised(lambda: handler(0, None)))
 
 
-@pytest.mark.parametrize(
-    "instead", [None, 1, iter(int, 1), ["own"]], ids=["None", "number", "endless", "list"]
-)
+@pytest.mark.parametrize("instead", [None, 1])
 def test_what_functions_make_of_their_arguments_does_not_matter(instead: Any) -> None:
     def fail(*args: Any) -> None:
         args = instead
         raise TimeUpError(args)
 
-    assert not is_interrupt(raised(fail))
+    assert not is_interrupt(raised(fail, skip=0))
