@@ -47,7 +47,7 @@ class Receiver:
             return Message("recv", nothing(out))
         status = status or Status()
         steps = self.steps(peer, tags, like, out, status)
-        return Message("recv", steps, peer, tags, -1, status=status, timeout=timeout)
+        return Message("recv", steps, peer, tags, -1, 0, 0, status, timeout)
 
     def steps(self, peer: int | None, tags: range, like: Any, out: Any, status: Status) -> Steps:
         """Receive a message from one rank, or any, with one of the tags."""

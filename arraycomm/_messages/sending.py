@@ -75,7 +75,7 @@ class Sender:
             name_operation(error, "send")
             return Message("send", self._refuse(error, dest, tag), dest, tags, 1, wrong=True)
         steps, (_, _, nbytes, copies) = self._send(outgoing, dest, tag), outgoing
-        return Message("send", steps, dest, tags, 1, nbytes, copies, timeout=timeout)
+        return Message("send", steps, dest, tags, 1, nbytes, copies, None, timeout)
 
     def read(self, x: Any, *outs: Any) -> Outgoing:
         """Return an array on its way, which may be written to as one of `outs` meanwhile."""
@@ -89,7 +89,7 @@ class Sender:
         if envelopes.has_room(start, len(data)):
             envelope = np.frombuffer(start + data.tobytes(), np.uint8)
             return Outgoing(envelope, None, len(data), copies)
-        if any(_may_change(data, out) for out in outs):
+        if any(_may_change(data, out) for out in outs if out is not None):
             data, copies = data.copy(), copies + 1
         return Outgoing(np.frombuffer(bytearray(start), np.uint8), data, len(data), copies)
 
@@ -120,6 +120,6 @@ def _may_change(data: Bytes, out: Any) -> bool:
     """Return whether elements may change when `out` is written to."""
     # What is wrong with it is raised by the receive, which writes nothing then.
     with forgiving:
-        into = None if out is None else view(out, "out")
-        return into is not None and (into.copied or np.may_share_memory(data, into.array))
+        into = view(out, "out")
+        return into.copied or np.may_share_memory(data, into.array)
     return False
