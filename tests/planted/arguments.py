@@ -89,7 +89,7 @@ ARGUMENTS: Final = (
     Fault(
         "sent while written: `sendrecv` sends a long array that its result is written over",
         "arraycomm/_messages/sending.py",
-        "any(_may_change(data, out) for out in outs):",
+        "any(_may_change(data, out) for out in outs if out is not None):",
         "False:",
         _RECEIVED,
     ),
