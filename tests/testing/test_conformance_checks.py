@@ -104,4 +104,6 @@ def test_laws_find_the_method_that_is_wrong(law, monkeypatch) -> None:
     # Whatever example shows it will do.
     monkeypatch.setattr(engine, "MAX_SHRINKS", 0)
     with pytest.raises((AssertionError, ExceptionGroup)):
-        getattr(_OfWrapper(), f"test_{law}")()
+        # A few examples may all be such that the wrong method is right.
+        for _ in range(20):
+            getattr(_OfWrapper(), f"test_{law}")()
