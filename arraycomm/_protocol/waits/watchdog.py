@@ -88,7 +88,7 @@ class Watchdog:
         wait = Wait(control.missing, *self.current, self._timeout, self._limit is None, None)
         left = control.notes.exit_notices()
         gone = [r for r, n in left.items() if n.step < control.step and n.state != GAVE_UP]
-        gone = gone or self._given_up(left)
+        gone += self._given_up(left, waited)
         if gone and not self._may_end_too(gone, left):
             # A rank that found a deadlock has told so before it left.
             self.deadlocks.look(waited, wait, now=True)
@@ -110,14 +110,16 @@ class Watchdog:
         self._ended_since = self._ended_since or clock.now()
         return clock.now() < self._ended_since + _TOGETHER
 
-    def _given_up(self, left: dict[int, ExitNotice]) -> list[int]:
+    def _given_up(self, left: dict[int, ExitNotice], waited: float) -> list[int]:
         """Return the ranks that gave up, unless this one may be about to time out beside them."""
         control = self._control
         found = [r for r, n in left.items() if n.state == GAVE_UP and n.step < control.step]
         if found and not self._given_up_since:
             missing = {*control.missing()}
             comes_late = missing and missing <= {*found}
-            self._given_up_since = clock.now() - (_OWN_TIMEOUT if comes_late else 0)
+            timeout = self._limit or self._timeout
+            has_time = timeout is None or timeout - waited > _OWN_TIMEOUT
+            self._given_up_since = clock.now() - (_OWN_TIMEOUT if comes_late or has_time else 0)
         return found if found and clock.now() >= self._given_up_since + _OWN_TIMEOUT else []
 
     def check_given_up(self) -> None:
