@@ -231,7 +231,7 @@ class FailureLaws:
     def test_message_that_does_not_come_is_named(
         self, comm: Communicator, name: str, tag: int, receiver: int
     ) -> None:
-        """A receive or a look for a message waits as long as its call says; the others hear of it."""
+        """A receive or a look for a message waits as long as it says, and the others hear of it."""
         part, source = comm.dup(), (comm.rank - 1) % comm.size
         if name == "sendrecv":
             part.sendrecv(1, (comm.rank + 1) % comm.size, source, timeout=60.0)
