@@ -155,7 +155,9 @@ def check_mean(got: Array, values: Sequence[Array], weights: Sequence[float]) ->
     """Compare a weighted mean of real numbers with that of exact fractions."""
     total = sum(map(Fraction, weights))
     # What is narrower than float64 is rounded once more.
-    rounding = {2: 2.0**-7, 4: 2.0**-23}.get(got.real.dtype.itemsize, 0.0)
+    dtype = got.real.dtype
+    rounding = {2: 2.0**-7, 4: 2.0**-23}.get(dtype.itemsize, 0.0)
+    smallest = float(np.nextafter(dtype.type(0), dtype.type(1)))
     for place, mean in np.ndenumerate(got.real):
         if not total:
             assert np.isnan(mean), f"got {mean!r} where no rank counts"
@@ -169,7 +171,7 @@ def check_mean(got: Array, values: Sequence[Array], weights: Sequence[float]) ->
         slack = (len(terms) + 2) * np.finfo(np.float64).eps * float(sum(map(abs, terms)) / total)
         error = abs(Fraction(float(mean)) - sum(terms) / total)
         slack += rounding * abs(float(mean))
-        assert error <= slack + 5e-324, f"got {mean!r} in place of {float(sum(terms) / total)!r}"
+        assert error <= slack + smallest, f"got {mean!r} in place of {float(sum(terms) / total)!r}"
 
 
 @contextmanager
